@@ -1,0 +1,342 @@
+"""The typed configuration tree.
+
+Decides nothing. Every field says what it means (its docstring), its unit, and what raising and lowering it does;
+`rollmill config explain` prints exactly that. Unknown keys are refused. Cross-field rules live in
+`rollmill.config.checks`. No torch here.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+def knob(default: Any, *, unit: str = "", raising: str = "", lowering: str = "", **constraints: Any) -> Any:
+    """Return a field with its unit and the effect of moving it, for `config explain`."""
+    extra = {"unit": unit, "raising": raising, "lowering": lowering}
+    return Field(default, json_schema_extra=extra, **constraints)
+
+
+class Section(BaseModel):
+    """A frozen table of settings; unknown keys are an error."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, validate_default=True)
+
+
+class RunSettings(Section):
+    """The run as a whole."""
+
+    name: str = knob("run")
+    """Name of the run; the run directory is `directory/name`."""
+    directory: str = knob("runs")
+    """Folder that holds run directories."""
+    seed: int = knob(0, ge=0)
+    """Seed of task order, sampling and initialisation."""
+    steps: int = knob(40, unit="optimizer steps", raising="longer run, more learning", lowering="shorter run", ge=1)
+    """Optimizer steps to train."""
+    stall_report_s: float = knob(
+        60.0, unit="s", raising="fewer reports on slow runs", lowering="earlier word of a stuck run", gt=0
+    )
+    """Print who waits for whom when nothing moved for this long."""
+    stall_limit_s: float = knob(
+        600.0, unit="s", raising="tolerates longer silence", lowering="a stuck run ends sooner", gt=0
+    )
+    """End the run with the stall report as its cause when nothing moved for this long."""
+    shutdown_grace_s: float = knob(
+        30.0, unit="s", raising="more time to finish a step and a checkpoint", lowering="faster forced stop", gt=0
+    )
+    """On Ctrl-C, time for the processes to stop cleanly before they are killed."""
+
+
+class ModelSettings(Section):
+    """Which model is trained."""
+
+    source: str = knob("smollm2-135m-instruct")
+    """A name from `rollmill model list`, a local Hugging Face directory, or (with a hub) a hub name."""
+    system_prompt: str | None = knob(None)
+    """System message put before each task; `None` keeps the chat template's own default."""
+
+
+class TaskMix(Section):
+    """One task family of a mixture."""
+
+    name: str = knob(...)
+    """Name of the family in its environment, for example `basic_arithmetic`."""
+    weight: float = knob(1.0, raising="drawn more often", lowering="drawn less often", gt=0)
+    """Share of draws relative to the other families."""
+    options: dict[str, Any] = knob({})
+    """Options of the family, as its own documentation names them."""
+
+
+class EnvironmentSettings(Section):
+    """Where tasks come from and how rollouts are scored."""
+
+    kind: str = knob("reasoning_gym")
+    """`reasoning_gym`, or an import path `package.module:Factory` of your own environment."""
+    tasks: tuple[TaskMix, ...] = knob((), min_length=1)
+    """The families that are mixed."""
+    pool_size: int = knob(
+        20_000, unit="problems", raising="more distinct problems, slower start", lowering="faster start", ge=1
+    )
+    """Problems generated before deduplication and the split."""
+    heldout_size: int = knob(
+        256, unit="problems", raising="narrower interval, longer evaluation", lowering="wider interval", ge=1
+    )
+    """Distinct held-out problems for evaluation."""
+    heldout_fraction: float = knob(
+        0.1, raising="fewer training problems", lowering="fewer held-out problems", gt=0, lt=1
+    )
+    """Share of problems that the content hash puts on the held-out side."""
+    scorer: str = knob("last_integer")
+    """`last_integer` (the last integer of the text counts), `dataset` (the environment's own scorer), or an import path."""
+    scoring_deadline_s: float = knob(
+        10.0, unit="s", raising="tolerates slower scorers", lowering="hung scorers end sooner", gt=0
+    )
+    """A scorer that takes longer is killed and the rollout stays unscored."""
+    scoring_workers: int = knob(1, unit="processes", raising="more scores at once", lowering="less memory", ge=1)
+    """Scoring processes."""
+
+
+class SamplingSettings(Section):
+    """How the policy samples in training."""
+
+    temperature: float = knob(1.0, raising="more varied rollouts", lowering="more alike rollouts, fewer signals", ge=0)
+    """Sampling temperature; 0 is refused in training."""
+    top_p: float = knob(1.0, raising="keeps more of the tail", lowering="cuts more of the tail", gt=0, le=1)
+    """Nucleus; the trainer needs 1.0 unless the loss can mask, see `config explain sampling.top_p`."""
+    top_k: int = knob(0, unit="tokens", raising="keeps more candidates", lowering="keeps fewer; 0 keeps all", ge=0)
+    """Keep this many candidates; 0 keeps all."""
+    max_new_tokens: int = knob(
+        24, unit="tokens", raising="longer answers, slower rollouts", lowering="more cut answers", ge=1
+    )
+    """Cap on output tokens of a turn."""
+
+
+class GeneratorSettings(Section):
+    """The generator service."""
+
+    engine: Literal["embedded", "fake"] = knob("embedded")
+    """`embedded` (torch, transformers modules) or `fake` (deterministic, for tests)."""
+    replicas: int = knob(1, unit="processes", raising="more rollouts at once, more memory", lowering="less memory", ge=1)
+    """Replica processes."""
+    threads: int = knob(1, unit="threads", raising="faster if cores are idle", lowering="leaves cores to the trainer", ge=1)
+    """Torch threads of each replica."""
+    dtype: Literal["auto", "float32", "bfloat16"] = knob("auto")
+    """Serving precision; `auto` takes bfloat16 only where the CPU multiplies it natively."""
+    max_slots: int = knob(
+        48, unit="sequences", raising="larger batches, more KV memory", lowering="less memory, lower throughput", ge=1
+    )
+    """Sequences decoded at once."""
+    max_model_len: int = knob(
+        256, unit="tokens", raising="longer prompts and answers, more KV memory", lowering="less memory", ge=8
+    )
+    """Longest prompt plus output."""
+    kv_on_update: Literal["keep", "recompute"] = knob("keep")
+    """What happens to the KV of requests in flight when weights change."""
+    request_deadline_s: float = knob(
+        120.0, unit="s", raising="tolerates slower generation", lowering="stuck requests end sooner", gt=0
+    )
+    """A generation request that takes longer is aborted."""
+    load_deadline_s: float = knob(
+        60.0, unit="s", raising="tolerates slower loads", lowering="a stuck load ends sooner", gt=0
+    )
+    """A weight load that takes longer marks the replica dirty."""
+
+
+class TrainerSettings(Section):
+    """The trainer process."""
+
+    threads: int = knob(1, unit="threads", raising="faster if cores are idle", lowering="leaves cores to the generator", ge=1)
+    """Torch threads."""
+    dtype: Literal["auto", "float32", "bfloat16"] = knob("auto")
+    """Compute precision (autocast); master weights are always float32. `auto` takes bfloat16 only where it is native."""
+    learning_rate: float = knob(2e-5, raising="faster, less stable", lowering="slower, more stable", gt=0)
+    """AdamW learning rate after warm-up."""
+    warmup_steps: int = knob(2, unit="optimizer steps", raising="gentler start", lowering="faster start", ge=0)
+    """Linear warm-up."""
+    betas: tuple[float, float] = knob((0.9, 0.99))
+    """AdamW momentum terms."""
+    eps: float = knob(1e-8, gt=0)
+    """AdamW epsilon."""
+    weight_decay: float = knob(0.0, raising="stronger pull to zero", lowering="weaker pull", ge=0)
+    """AdamW weight decay."""
+    max_grad_norm: float = knob(1.0, raising="larger updates pass", lowering="more clipping", gt=0)
+    """Global gradient norm is clipped to this."""
+    micro_batch_tokens: int = knob(
+        2048, unit="tokens", raising="fewer passes, more memory", lowering="less memory, more passes", ge=16
+    )
+    """Packed tokens of one forward and backward pass."""
+    checkpoint_every_steps: int = knob(
+        20, unit="optimizer steps", raising="less time spent saving", lowering="less work lost in a crash", ge=1
+    )
+    """Steps between checkpoints; one is always written at the end and on Ctrl-C."""
+    keep_checkpoints: int = knob(2, unit="checkpoints", raising="more disk", lowering="less disk", ge=1)
+    """Newest checkpoints kept."""
+    batch_deadline_s: float = knob(
+        600.0, unit="s", raising="tolerates slower generation", lowering="an empty wait ends sooner", gt=0
+    )
+    """Longest wait for a batch before the trainer reports the stall and stops."""
+
+
+class AlgorithmSettings(Section):
+    """What is optimised."""
+
+    advantage: Literal["grpo", "dr_grpo", "rloo"] = knob("grpo")
+    """Group baseline: GRPO (divided by the standard deviation), Dr. GRPO (not divided), RLOO (leave one out)."""
+    advantage_eps: float = knob(1e-4, raising="damps groups with little spread", lowering="amplifies them", gt=0)
+    """Added to the standard deviation in GRPO."""
+    loss: Literal["ppo", "gspo", "dapo", "cispo"] = knob("ppo")
+    """Surrogate: token-level PPO clip, sequence-level GSPO, DAPO clip-higher, or CISPO."""
+    clip_low: float = knob(0.2, raising="larger steps down", lowering="smaller steps down", gt=0)
+    """Lower clip range: ratios below 1 - clip_low are clipped."""
+    clip_high: float = knob(0.2, raising="larger steps up", lowering="smaller steps up", gt=0)
+    """Upper clip range: ratios above 1 + clip_high are clipped."""
+    normalisation: Literal["token", "sequence", "constant"] = knob("token")
+    """Denominator of the loss: all tokens of the step, per sequence then over sequences, or `batch * max_new_tokens`."""
+    correction: Literal["none", "truncated_is", "masked_is"] = knob("truncated_is")
+    """Importance correction between behaviour and proximal policy."""
+    correction_cap: float = knob(2.0, raising="less bias, more variance", lowering="more bias, less variance", gt=0)
+    """Truncation cap, or upper edge of the mask (the lower edge is its inverse)."""
+    kl_coefficient: float = knob(0.0, raising="stays closer to the reference", lowering="free to move", ge=0)
+    """Weight of the KL to the initial policy; 0 keeps no reference in memory."""
+    reward_shuffle: bool = knob(False)
+    """Control experiment: permute rewards inside each batch of a group, so that nothing can be learned."""
+
+
+class ScheduleSettings(Section):
+    """Admission, groups, staleness, failures."""
+
+    batch_groups: int = knob(
+        4, unit="groups", raising="steadier gradient, slower step", lowering="noisier gradient, faster step", ge=1
+    )
+    """Groups (prompts) of one optimizer step."""
+    group_size: int = knob(
+        8, unit="rollouts", raising="better baseline, fewer prompts per second", lowering="noisier baseline", ge=2
+    )
+    """Rollouts that share a baseline."""
+    max_staleness: int = knob(
+        2, unit="optimizer steps", raising="trainer waits less, older samples", lowering="fresher samples; 0 is synchronous", ge=0
+    )
+    """Hard bound on the age of a consumed sample."""
+    window_groups: int = knob(
+        8, unit="groups", raising="less head-of-line blocking", lowering="stricter first-in first-out", ge=1
+    )
+    """A batch is filled from the ready groups among this many oldest."""
+    group_oversampling: float = knob(
+        1.0, raising="less waiting for stragglers, more waste", lowering="less waste", ge=1
+    )
+    """Groups dispatched per group needed; the surplus stays in the buffer while fresh."""
+    member_oversampling: int = knob(
+        0, unit="rollouts", raising="groups close sooner, more waste", lowering="less waste", ge=0
+    )
+    """Extra siblings per group; the group closes with the first `group_size` that count."""
+    reopen_groups: bool = knob(False)
+    """Let a sibling that comes after the close join its group while the group is unassigned."""
+    zero_advantage: Literal["replace", "shrink"] = knob("replace")
+    """A group without signal is replaced by another, or the batch gets smaller."""
+    rollout_deadline_s: float = knob(
+        120.0, unit="s", raising="tolerates slower rollouts", lowering="lost rollouts are dispatched again sooner", gt=0
+    )
+    """A rollout that takes longer is aborted and dispatched again."""
+    group_deadline_s: float = knob(
+        300.0, unit="s", raising="tolerates slower groups", lowering="stuck groups are replaced sooner", gt=0
+    )
+    """A group that takes longer is dropped with a reason and replaced."""
+    infra_attempts: int = knob(
+        4, unit="attempts", raising="tolerates flakier infrastructure", lowering="fails sooner", ge=1
+    )
+    """Attempts of one rollout after infrastructure failures."""
+    infra_failures_in_a_row: int = knob(
+        16, unit="failures", raising="tolerates longer outages", lowering="an outage ends the run sooner", ge=1
+    )
+    """Infrastructure failures without a success between them that end the run."""
+    data_retries: int = knob(
+        2, unit="retries", raising="bad tasks cost more", lowering="bad tasks are dropped sooner", ge=0
+    )
+    """Further tries of a task that the data (or an unknown error) made fail; then the group is dropped."""
+    data_failure_limit: int = knob(
+        64, unit="groups", raising="tolerates dirtier data", lowering="bad data ends the run sooner", ge=1
+    )
+    """Groups dropped for their data in a row, with no success between, that end the run."""
+    overlong: Literal["mask", "soft_penalty", "score"] = knob("score")
+    """A rollout cut by the token cap: out of loss and baseline, penalised, or scored as it is."""
+    overlong_buffer_tokens: int = knob(
+        8, unit="tokens", raising="penalty starts earlier", lowering="penalty starts later", ge=1
+    )
+    """Length of the zone before the cap in which the soft penalty grows from 0 to its full value (DAPO, eq. 13)."""
+    overlong_penalty: float = knob(1.0, raising="stronger penalty", lowering="weaker penalty", ge=0)
+    """Full soft penalty at the cap."""
+    prior_step_s: float = knob(
+        5.0, unit="s", raising="smaller first stock", lowering="larger first stock", gt=0
+    )
+    """Expected time of one optimizer step before any was measured."""
+    prior_group_s: float = knob(
+        15.0, unit="s", raising="larger first stock", lowering="smaller first stock", gt=0
+    )
+    """Expected time of one group before any was measured."""
+    prior_yield: float = knob(
+        0.5, raising="smaller first stock", lowering="larger first stock", gt=0, le=1
+    )
+    """Expected share of groups with signal before any was measured."""
+    data_epochs: int | None = knob(None, unit="epochs", raising="longer run", lowering="ends sooner")
+    """Passes over the training problems; `None` never ends. The run also ends at `run.steps`."""
+
+
+class EvaluationSettings(Section):
+    """Held-out evaluation."""
+
+    at_start: bool = knob(True)
+    """Evaluate before the first step."""
+    at_end: bool = knob(True)
+    """Evaluate after the last step."""
+    every_steps: int = knob(0, unit="optimizer steps", raising="fewer evaluations", lowering="more evaluations; 0 for none", ge=0)
+    """Evaluate during the run."""
+    temperature: float = knob(0.0, ge=0)
+    """Sampling temperature in evaluation; 0 is greedy. Stored with the score."""
+    max_new_tokens: int | None = knob(None, unit="tokens")
+    """Cap in evaluation; `None` takes `sampling.max_new_tokens`."""
+    deadline_s: float = knob(600.0, unit="s", raising="tolerates slower evaluation", lowering="ends sooner", gt=0)
+    """An evaluation that takes longer fails, with what it had."""
+
+
+class WeightSettings(Section):
+    """The model repository."""
+
+    transport: Literal["auto", "shm", "file"] = knob("auto")
+    """Shared memory, or files in the run directory; `auto` takes shared memory where it has room."""
+    keep_versions: int = knob(3, unit="versions", raising="more memory", lowering="less memory", ge=2)
+    """Published versions kept beside those that somebody holds."""
+    canary_tolerance: float = knob(
+        1e-3, unit="nats", raising="tolerates more numerical difference", lowering="stricter", gt=0
+    )
+    """Largest difference per token between trainer and engine on the canary, in equal precision."""
+    canary_tolerance_mixed: float = knob(
+        0.5, unit="nats", raising="tolerates more numerical difference", lowering="stricter", gt=0
+    )
+    """The same across precisions (float32 against bfloat16)."""
+
+
+class RollmillConfig(Section):
+    """Everything a run needs."""
+
+    run: RunSettings = RunSettings()
+    """The run as a whole."""
+    model: ModelSettings = ModelSettings()
+    """Which model is trained."""
+    environment: EnvironmentSettings = EnvironmentSettings(tasks=(TaskMix(name="basic_arithmetic"),))
+    """Where tasks come from and how rollouts are scored."""
+    sampling: SamplingSettings = SamplingSettings()
+    """How the policy samples in training."""
+    generator: GeneratorSettings = GeneratorSettings()
+    """The generator service."""
+    trainer: TrainerSettings = TrainerSettings()
+    """The trainer process."""
+    algorithm: AlgorithmSettings = AlgorithmSettings()
+    """What is optimised."""
+    schedule: ScheduleSettings = ScheduleSettings()
+    """Admission, groups, staleness, failures."""
+    evaluation: EvaluationSettings = EvaluationSettings()
+    """Held-out evaluation."""
+    weights: WeightSettings = WeightSettings()
+    """The model repository."""

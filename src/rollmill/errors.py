@@ -1,0 +1,226 @@
+"""Every error that Rollmill raises on purpose.
+
+Two branches. The user can fix a `UserError`; a `Fault` is something that failed. Each class has a stable
+`code`; each message says what happened with the numbers, the likely cause, and the next action.
+
+    RollmillError
+    |-- UserError                      the user can fix it
+    |   |-- ConfigError                a setting is unknown, mistyped or impossible
+    |   |-- ModelError                 model missing, unsupported architecture, wrong tokenizer
+    |   |-- DataError                  data set empty, overlapping, or a prompt longer than the context
+    |   |-- RunDirectoryError          run directory unwritable, occupied, or of another run
+    |   |-- CheckpointError            checkpoint missing or damaged
+    |   `-- MissingExtraError          an optional package is not installed
+    `-- Fault                          something failed
+        |-- EngineError                the inference engine could not serve
+        |   |-- EngineDead             the engine or its process is gone
+        |   `-- RequestAborted         the request was aborted, with what it had produced
+        |-- EnvironmentFault           the environment or its sandbox failed
+        |-- ScoringFault               the scorer raised, hung or died; never a reward
+        |-- LengthMismatch             parallel arrays of a record disagree
+        |-- StoreError                 the sample store refused or lost something
+        |   `-- LeaseLost              a lease ended before its owner finished
+        |-- WeightError                publication, load or retention failed
+        |   `-- WeightMismatch         weights served are not the weights published
+        |-- StalenessViolation         a sample older than the budget reached the trainer
+        |-- NumericalFault             NaN or infinity in a loss or gradient
+        |-- ProducersGone              nobody is left who could fill the batch
+        |-- DeadlineExceeded           a wait ended without its event
+        |-- ProcessDied                a process of the run ended before its time
+        `-- InvariantViolation         our own bug: books that do not balance
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class RollmillError(Exception):
+    """Root of the tree."""
+
+    code = "rollmill"
+
+
+class UserError(RollmillError):
+    """Something the user can fix."""
+
+    code = "user"
+
+
+class ConfigError(UserError):
+    """A setting is unknown, mistyped or impossible."""
+
+    code = "config"
+
+
+class ModelError(UserError):
+    """The model is missing, unsupported, or its tokenizer does not fit."""
+
+    code = "model"
+
+
+class DataError(UserError):
+    """The data set cannot be used."""
+
+    code = "data"
+
+
+class RunDirectoryError(UserError):
+    """The run directory cannot be used."""
+
+    code = "run_directory"
+
+
+class CheckpointError(UserError):
+    """A checkpoint is missing or damaged."""
+
+    code = "checkpoint"
+
+
+class MissingExtraError(UserError):
+    """An optional package is not installed."""
+
+    code = "missing_extra"
+
+    def __init__(self, *, package: str, extra: str, purpose: str) -> None:
+        super().__init__(
+            f"{purpose} needs the package {package!r}, which is not installed. "
+            f"Install it with: pip install 'rollmill[{extra}]'"
+        )
+        self.package = package
+        self.extra = extra
+
+
+class Fault(RollmillError):
+    """Something failed."""
+
+    code = "fault"
+
+
+class EngineError(Fault):
+    """The inference engine could not serve a request."""
+
+    code = "engine"
+
+
+class EngineDead(EngineError):
+    """The engine or its process is gone."""
+
+    code = "engine_dead"
+
+
+class RequestAborted(EngineError):
+    """The request was aborted before it finished."""
+
+    code = "request_aborted"
+
+
+class EnvironmentFault(Fault):
+    """The environment or its sandbox failed; never a reward."""
+
+    code = "environment"
+
+
+class ScoringFault(Fault):
+    """The scorer raised, hung or died; never a reward.
+
+    Attributes:
+        kind: `timeout`, `raised`, `died` or `bad_value`.
+    """
+
+    code = "scoring"
+
+    def __init__(self, message: str, *, kind: str) -> None:
+        super().__init__(message)
+        self.kind = kind
+
+
+class LengthMismatch(Fault):
+    """Parallel arrays of one record have different lengths."""
+
+    code = "length_mismatch"
+
+    def __init__(self, *, what: str, expected: int, got: int) -> None:
+        super().__init__(
+            f"{what}: expected {expected} entries, got {got}. The record was refused at the border; "
+            "the sender dropped or repeated tokens."
+        )
+        self.expected = expected
+        self.got = got
+
+
+class StoreError(Fault):
+    """The sample store refused an operation."""
+
+    code = "store"
+
+
+class LeaseLost(StoreError):
+    """A lease ended before its owner finished."""
+
+    code = "lease_lost"
+
+
+class WeightError(Fault):
+    """Publication, load or retention of weights failed."""
+
+    code = "weights"
+
+
+class WeightMismatch(WeightError):
+    """The weights that are served are not the weights that were published."""
+
+    code = "weight_mismatch"
+
+    def __init__(self, message: str, *, published: str, served: str) -> None:
+        super().__init__(message)
+        self.published = published
+        self.served = served
+
+
+class StalenessViolation(Fault):
+    """A sample older than `max_staleness` reached the trainer."""
+
+    code = "staleness"
+
+
+class NumericalFault(Fault):
+    """A loss or a gradient is NaN or infinite."""
+
+    code = "numerical"
+
+    def __init__(self, message: str, *, rollout_ids: Sequence[str]) -> None:
+        super().__init__(message)
+        self.rollout_ids = tuple(rollout_ids)
+
+
+class ProducersGone(Fault):
+    """Nobody is left who could fill the batch."""
+
+    code = "producers_gone"
+
+    def __init__(self, *, alive: int, buffered: int) -> None:
+        super().__init__(
+            f"no producer is left to fill the batch: {alive} replicas alive, {buffered} groups buffered. "
+            "The first error above says why they ended; restart the generator or lower the batch."
+        )
+        self.alive = alive
+        self.buffered = buffered
+
+
+class DeadlineExceeded(Fault):
+    """A wait ended without the event it waited for."""
+
+    code = "deadline"
+
+
+class ProcessDied(Fault):
+    """A process of the run ended before its time."""
+
+    code = "process_died"
+
+
+class InvariantViolation(Fault):
+    """Our own bug: books that do not balance, or a state that cannot be."""
+
+    code = "invariant"

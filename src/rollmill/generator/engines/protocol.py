@@ -1,0 +1,120 @@
+"""What every inference engine answers.
+
+An engine decides its own batching; it never decides which rollout to run or which weights to load. What it cannot do
+is a capability flag, never a silent fallback.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Literal, Protocol
+
+import msgspec
+import numpy as np
+
+from rollmill.types import GenerateRequest, Turn
+
+if TYPE_CHECKING:
+    import torch
+
+PauseMode = Literal["keep", "drain", "abort"]
+KvPolicy = Literal["keep", "recompute"]
+
+
+class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """What the engine is and can do."""
+
+    kind: str
+    model: str
+    dtype: str
+    vocabulary_size: int
+    max_model_len: int
+    max_slots: int
+    kv_bytes: int
+    capabilities: tuple[str, ...]
+    policy_version: int
+    digest: str
+
+
+class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
+    """How busy the engine is, and where its seconds went.
+
+    Attributes:
+        seconds: cause -> seconds since the engine was made (`prefill`, `decode`, `weight_load`, `idle`, `paused`, ...);
+            they sum to `wall_s`.
+    """
+
+    running: int
+    waiting: int
+    kv_used_tokens: int
+    kv_capacity_tokens: int
+    paused: bool
+    policy_version: int
+    output_tokens: int
+    prefill_tokens: int
+    cached_tokens: int
+    wall_s: float
+    seconds: dict[str, float]
+
+
+class UpdateReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What a weight update did."""
+
+    policy_version: int
+    nbytes: int
+    pause_s: float
+    changed: bool
+
+
+class Engine(Protocol):
+    """One replica's engine. Async methods run on the server's loop; work happens on the engine's own thread."""
+
+    def info(self) -> EngineInfo: ...
+
+    async def generate(self, request: GenerateRequest) -> Turn:
+        """Return the finished (or aborted: `StopReason.ABORT`, with the partial tokens) turn.
+
+        Raises:
+            EngineError: if the prompt does not fit, the id is in use, or the engine died.
+
+        Cancellation:
+            aborts the request and frees its KV.
+        """
+        ...
+
+    async def abort(self, request_id: str) -> bool:
+        """Abort exactly this request; its KV is free when this returns. Return whether it was there."""
+        ...
+
+    async def pause(self, mode: PauseMode) -> None:
+        """Return when no further token can be produced. Idempotent."""
+        ...
+
+    async def update(
+        self, tensors: Mapping[str, torch.Tensor], *, policy_version: int, digest: str, kv: KvPolicy
+    ) -> UpdateReport:
+        """Swap the weights; only while paused; all or nothing. A repeated version is a no-op.
+
+        Raises:
+            EngineError: if the engine is not paused or the version does not rise.
+            WeightError: if names, shapes or dtypes do not fit; the old weights stay.
+        """
+        ...
+
+    async def resume(self) -> None: ...
+
+    async def flush(self) -> None:
+        """No later request hits KV made before this call."""
+        ...
+
+    async def score(self, token_ids: np.ndarray) -> np.ndarray:
+        """Return float32 [n - 1]: log-prob of token i + 1 given the tokens up to i, temperature 1."""
+        ...
+
+    def load(self) -> EngineLoad: ...
+
+    def healthy(self) -> bool: ...
+
+    async def close(self) -> None: ...
+
+
