@@ -1,0 +1,283 @@
+"""Rules between settings: which combinations cannot work, and which do nothing.
+
+Pure. `check` refuses with a `ConfigError` that prints both numbers, why they clash, and the nearest valid values;
+`warnings_of` returns sentences about combinations that work but waste something or have no effect. Ranges of a
+single setting live in `rollmill.config.schema`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from rollmill.config.schema import AlgorithmSettings, RollmillConfig, ScheduleSettings
+from rollmill.errors import ConfigError
+
+Rule = Callable[[RollmillConfig], Iterator[str]]
+
+
+def check(config: RollmillConfig) -> None:
+    """Refuse combinations that cannot work.
+
+    Raises:
+        ConfigError: one line per broken rule: both values, why they clash, the nearest valid values.
+    """
+    problems = [problem for rule in RULES for problem in rule(config)]
+    if problems:
+        raise ConfigError("\n".join(problems))
+
+
+def warnings_of(config: RollmillConfig, *, cores: int | None = None) -> tuple[str, ...]:
+    """Return a sentence for each setting that has no effect or is likely to cost more than it gives.
+
+    Args:
+        config: the settings.
+        cores: processor cores of this machine; `None` leaves the rule about threads out.
+    """
+    found = [sentence for rule in WARNINGS for sentence in rule(config)]
+    if cores is not None:
+        found.extend(_threads(config, cores=cores))
+    return tuple(found)
+
+
+def _sampling(config: RollmillConfig) -> Iterator[str]:
+    sampling = config.sampling
+    if sampling.temperature == 0:
+        yield (
+            "sampling.temperature is 0: all siblings of a group would be equal, so every advantage would be 0 and "
+            "nothing would be learned. Valid: above 0, for example 1.0. (Evaluation may be greedy: evaluation.temperature.)"
+        )
+    neutral = "The trainer computes log-probs over the whole vocabulary and cannot renormalise over a cut one yet"
+    if sampling.top_p != 1.0:
+        yield (
+            f"sampling.top_p is {sampling.top_p} in training. {neutral}, so ratios would be wrong by the mass that was "
+            "cut. Nearest valid value: 1.0."
+        )
+    if sampling.top_k != 0:
+        yield (
+            f"sampling.top_k is {sampling.top_k} in training. {neutral}, so ratios would be wrong by the mass that was "
+            "cut. Nearest valid value: 0 (keeps all)."
+        )
+
+
+def _lengths(config: RollmillConfig) -> Iterator[str]:
+    longest = config.generator.max_model_len
+    caps = {"sampling.max_new_tokens": config.sampling.max_new_tokens}
+    if config.evaluation.max_new_tokens is not None:
+        caps["evaluation.max_new_tokens"] = config.evaluation.max_new_tokens
+    for key, cap in caps.items():
+        if cap >= longest:
+            yield (
+                f"{key} is {cap} and generator.max_model_len is {longest}: no room is left for a prompt. Nearest valid "
+                f"values: {key} at most {longest - 1}, or generator.max_model_len at least {cap + 1}, plus the length "
+                "of your longest prompt."
+            )
+    budget = config.trainer.micro_batch_tokens
+    if budget < longest:
+        yield (
+            f"trainer.micro_batch_tokens is {budget} and generator.max_model_len is {longest}: the longest sequence "
+            f"would not fit into one pass. Nearest valid values: trainer.micro_batch_tokens at least {longest}, or "
+            f"generator.max_model_len at most {budget}."
+        )
+    schedule = config.schedule
+    if schedule.overlong == "soft_penalty" and schedule.overlong_buffer_tokens > config.sampling.max_new_tokens:
+        yield (
+            f"schedule.overlong_buffer_tokens is {schedule.overlong_buffer_tokens} and sampling.max_new_tokens is "
+            f"{config.sampling.max_new_tokens}: the penalty would start before the first token. Nearest valid value: "
+            f"{config.sampling.max_new_tokens}."
+        )
+
+
+def _groups(config: RollmillConfig) -> Iterator[str]:
+    schedule = config.schedule
+    if schedule.window_groups < schedule.batch_groups:
+        yield (
+            f"schedule.window_groups is {schedule.window_groups} and schedule.batch_groups is {schedule.batch_groups}: "
+            "a batch could never be filled from the window. Nearest valid values: schedule.window_groups "
+            f"{schedule.batch_groups}, or schedule.batch_groups {schedule.window_groups}."
+        )
+    if schedule.reopen_groups and schedule.member_oversampling == 0:
+        yield (
+            "schedule.reopen_groups is true and schedule.member_oversampling is 0: no sibling can come after the close, "
+            "so nothing would ever be reopened. Nearest valid values: schedule.member_oversampling 1, or "
+            "schedule.reopen_groups false."
+        )
+    if schedule.data_epochs is not None and schedule.data_epochs < 1:
+        yield (
+            f"schedule.data_epochs is {schedule.data_epochs}: there would be no task to train on. Nearest valid "
+            "value: 1; leave it out for no end."
+        )
+
+
+def _deadlines(config: RollmillConfig) -> Iterator[str]:
+    schedule, run = config.schedule, config.run
+    ordered = (
+        (
+            "schedule.rollout_deadline_s", schedule.rollout_deadline_s,
+            "schedule.group_deadline_s", schedule.group_deadline_s,
+            "the group would be dropped before a lost rollout is noticed",
+        ),
+        (
+            "generator.request_deadline_s", config.generator.request_deadline_s,
+            "schedule.rollout_deadline_s", schedule.rollout_deadline_s,
+            "the rollout would be aborted before its request ends",
+        ),
+        (
+            "environment.scoring_deadline_s", config.environment.scoring_deadline_s,
+            "schedule.rollout_deadline_s", schedule.rollout_deadline_s,
+            "a hung scorer would be taken for a lost rollout",
+        ),
+    )  # fmt: skip
+    for inner, inner_s, outer, outer_s, why in ordered:
+        if inner_s > outer_s:
+            yield (
+                f"{inner} is {inner_s:g} s and {outer} is {outer_s:g} s: {why}. Nearest valid values: {inner} at most "
+                f"{outer_s:g}, or {outer} at least {inner_s:g}."
+            )
+    if run.stall_report_s >= run.stall_limit_s:
+        yield (
+            f"run.stall_report_s is {run.stall_report_s:g} s and run.stall_limit_s is {run.stall_limit_s:g} s: the run "
+            "would end before it reports why. Nearest valid values: run.stall_report_s below "
+            f"{run.stall_limit_s:g}, or run.stall_limit_s above {run.stall_report_s:g}."
+        )
+
+
+def _algorithm(config: RollmillConfig) -> Iterator[str]:
+    algorithm = config.algorithm
+    if algorithm.loss == "dapo" and algorithm.clip_high <= algorithm.clip_low:
+        yield (
+            f'algorithm.loss is "dapo" with clip_high {algorithm.clip_high:g} and clip_low {algorithm.clip_low:g}: '
+            "clip-higher needs clip_high above clip_low, otherwise it is PPO. Nearest valid values: "
+            f'algorithm.clip_high 0.28 with clip_low 0.2 (the paper\'s), or algorithm.loss "ppo".'
+        )
+    if algorithm.clip_low >= 1 and algorithm.loss != "cispo":
+        yield (
+            f"algorithm.clip_low is {algorithm.clip_low:g}: the lower edge 1 - clip_low would be "
+            f"{1 - algorithm.clip_low:g}, and a ratio is never below 0. Nearest valid value: below 1, for example 0.2."
+        )
+    if algorithm.loss == "gspo" and algorithm.correction == "masked_is":
+        yield (
+            'algorithm.loss is "gspo" and algorithm.correction is "masked_is": GSPO weighs whole sequences, the mask '
+            "would remove single tokens from them and change the sequence that is weighed. Nearest valid values: "
+            'algorithm.correction "truncated_is" or "none".'
+        )
+    if algorithm.correction != "none" and algorithm.correction_cap <= 1:
+        yield (
+            f"algorithm.correction_cap is {algorithm.correction_cap:g}: weights of fresh samples are 1 and would be cut "
+            "as well. Nearest valid value: above 1, for example 2.0."
+        )
+    for number, beta in enumerate(config.trainer.betas):
+        if not 0 <= beta < 1:
+            yield (
+                f"trainer.betas[{number}] is {beta:g}: AdamW needs 0 <= beta < 1. Nearest valid value: "
+                f"{0.0 if beta < 0 else 0.99:g}."
+            )
+
+
+def _data(config: RollmillConfig) -> Iterator[str]:
+    environment = config.environment
+    if environment.kind != "reasoning_gym":
+        return
+    expected = environment.pool_size * environment.heldout_fraction
+    if expected < environment.heldout_size:
+        needed = -(-environment.heldout_size // environment.heldout_fraction)
+        yield (
+            f"environment.pool_size {environment.pool_size} x heldout_fraction {environment.heldout_fraction:g} gives "
+            f"about {expected:.0f} held-out problems, heldout_size asks for {environment.heldout_size}. Nearest valid "
+            f"values: environment.pool_size {needed:.0f}, or environment.heldout_size {int(expected)}."
+        )
+
+
+RULES: tuple[Rule, ...] = (_sampling, _lengths, _groups, _deadlines, _algorithm, _data)
+
+
+def _slots(config: RollmillConfig) -> Iterator[str]:
+    generator, schedule = config.generator, config.schedule
+    slots = generator.replicas * generator.max_slots
+    members = schedule.group_size + schedule.member_oversampling
+    if generator.max_slots < members:
+        yield (
+            f"generator.max_slots is {generator.max_slots} and a group has {members} siblings: one group never runs "
+            f"at once on a replica. Raise generator.max_slots to {members} or more."
+        )
+    ceiling = int(
+        (schedule.max_staleness + 1) * schedule.batch_groups * schedule.group_size * schedule.group_oversampling
+    )
+    if slots > ceiling:
+        yield (
+            f"{slots} slots, but at most {ceiling} rollouts may be promised: "
+            f"{slots - ceiling} slots stay empty. Lower generator.max_slots or raise schedule.max_staleness."
+        )
+    if schedule.member_oversampling > schedule.group_size:
+        yield (
+            f"schedule.member_oversampling is {schedule.member_oversampling} for groups of {schedule.group_size}: more "
+            "than half of all rollouts would be surplus. Consider 1 or 2."
+        )
+
+
+def _no_effect(config: RollmillConfig) -> Iterator[str]:
+    algorithm, schedule = config.algorithm, config.schedule
+    default = AlgorithmSettings()
+    if algorithm.correction == "none" and algorithm.correction_cap != default.correction_cap:
+        yield 'algorithm.correction_cap has no effect while algorithm.correction is "none".'
+    if algorithm.advantage != "grpo" and algorithm.advantage_eps != default.advantage_eps:
+        yield f'algorithm.advantage_eps has no effect with algorithm.advantage "{algorithm.advantage}".'
+    if schedule.overlong != "soft_penalty":
+        for key in ("overlong_buffer_tokens", "overlong_penalty"):
+            if getattr(schedule, key) != ScheduleSettings.model_fields[key].default:
+                yield f'schedule.{key} has no effect while schedule.overlong is "{schedule.overlong}".'
+    if algorithm.correction == "none" and schedule.max_staleness > 0:
+        yield (
+            f'algorithm.correction is "none" and schedule.max_staleness is {schedule.max_staleness}: the clip alone '
+            'bounds the effect of old samples. "truncated_is" corrects them.'
+        )
+    if algorithm.reward_shuffle:
+        yield "algorithm.reward_shuffle is true: a control run; accuracy is not expected to rise."
+
+
+def _horizon(config: RollmillConfig) -> Iterator[str]:
+    steps = config.run.steps
+    for key, every in (
+        ("trainer.checkpoint_every_steps", config.trainer.checkpoint_every_steps),
+        ("evaluation.every_steps", config.evaluation.every_steps),
+    ):
+        if every > steps:
+            yield f"{key} is {every} and run.steps is {steps}: none is made before the end."
+    if config.trainer.warmup_steps >= steps:
+        yield (
+            f"trainer.warmup_steps is {config.trainer.warmup_steps} and run.steps is {steps}: the learning rate never "
+            "reaches trainer.learning_rate."
+        )
+    if config.run.stall_limit_s < config.schedule.rollout_deadline_s:
+        yield (
+            f"run.stall_limit_s is {config.run.stall_limit_s:g} s and schedule.rollout_deadline_s is "
+            f"{config.schedule.rollout_deadline_s:g} s: a lost rollout may end the run before it is dispatched again."
+        )
+    if config.schedule.infra_failures_in_a_row < config.schedule.infra_attempts:
+        yield (
+            f"schedule.infra_failures_in_a_row is {config.schedule.infra_failures_in_a_row} and "
+            f"schedule.infra_attempts is {config.schedule.infra_attempts}: the run ends before one rollout has used "
+            "its attempts."
+        )
+
+
+def _evaluation(config: RollmillConfig) -> Iterator[str]:
+    evaluation = config.evaluation
+    if evaluation.temperature > 0:
+        yield (
+            f"evaluation.temperature is {evaluation.temperature:g}: held-out accuracy has sampling noise besides the "
+            "interval shown. 0 is greedy."
+        )
+    if not evaluation.at_start and evaluation.at_end:
+        yield "evaluation.at_start is false: the summary cannot say what training changed."
+
+
+def _threads(config: RollmillConfig, *, cores: int) -> Iterator[str]:
+    wanted = config.trainer.threads + config.generator.replicas * config.generator.threads
+    if wanted > cores:
+        yield (
+            f"{wanted} torch threads (trainer {config.trainer.threads}, generators {config.generator.replicas} x "
+            f"{config.generator.threads}) on {cores} cores: they will wait for one another. Use {cores} or fewer."
+        )
+
+
+WARNINGS: tuple[Rule, ...] = (_slots, _no_effect, _horizon, _evaluation)

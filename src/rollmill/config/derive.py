@@ -1,0 +1,269 @@
+"""Quantities that follow from the configuration: counts per step, the ceiling of the stock, bytes per process.
+
+Pure arithmetic on settings and a few facts of the model. Estimates are upper bounds where a bound is cheap to state,
+and say what they leave out. Decides nothing; `rollmill.config.plan` judges the sums against a machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from rollmill.config.schema import RollmillConfig
+from rollmill.errors import ConfigError
+
+BYTES_OF = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+TORCH_PROCESS_BYTES = 350_000_000
+"""A process that has imported torch and transformers and done nothing: 333 MiB measured (PSS, torch 2.13, CPU build)."""
+
+PLAIN_PROCESS_BYTES = 60_000_000
+"""A process with NumPy, pydantic and msgspec and no torch: 30 MiB measured, doubled for its data."""
+
+ACTIVATION_FLOATS_PER_HIDDEN = 16
+"""Values kept for the backward pass per token and layer, in units of the hidden size: norms, q, k, v, attention
+output and residuals (about 8), and the three MLP intermediates at the usual ratio of 2.7 (about 8)."""
+
+class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """What sizing needs to know of a model.
+
+    Attributes:
+        parameters: distinct parameters; tied tensors count once.
+        layers: decoder layers.
+        hidden_size: width of the residual stream.
+        kv_heads: key and value heads.
+        head_dim: width of one head.
+        vocabulary_size: rows of the output head.
+        max_positions: longest sequence that the model was made for.
+    """
+
+    parameters: int
+    layers: int
+    hidden_size: int
+    kv_heads: int
+    head_dim: int
+    vocabulary_size: int
+    max_positions: int
+
+    @classmethod
+    def of(cls, facts: Any) -> ModelFacts:
+        """Return the facts from a mapping or from any object that has these attributes.
+
+        Raises:
+            ConfigError: if one is missing.
+        """
+        if isinstance(facts, cls):
+            return facts
+        values: dict[str, int] = {}
+        for name in cls.__struct_fields__:
+            value = facts.get(name) if isinstance(facts, Mapping) else getattr(facts, name, None)
+            if value is None:
+                raise ConfigError(f"the model's facts lack {name!r}; read them with `rollmill model list`.")
+            values[name] = int(value)
+        return cls(**values)
+
+    def kv_bytes_per_token(self, *, dtype_bytes: int) -> int:
+        """Return bytes of keys and values that one token keeps in all layers."""
+        return 2 * self.layers * self.kv_heads * self.head_dim * dtype_bytes
+
+
+class Memory(msgspec.Struct, frozen=True, kw_only=True):
+    """Estimated bytes of one process, by what they are for."""
+
+    process: str
+    parts: dict[str, int]
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(self.parts.values())
+
+
+class Derived(msgspec.Struct, frozen=True, kw_only=True):
+    """What the settings come to.
+
+    Attributes:
+        rollouts_per_step: `batch_groups * group_size`, rollouts of one optimizer step.
+        rollouts_of_run: the same over all steps, without those that carry no signal.
+        members_per_group: siblings dispatched per group, with the surplus.
+        stock_ceiling_rollouts: most rollouts promised and not yet trained: `(max_staleness + 1) * rollouts_per_step`,
+            times `group_oversampling`.
+        slots: sequences decoded at once over all replicas.
+        tokens_per_step_at_most: output tokens of one step if every rollout reaches the cap.
+        packed_tokens_per_step_at_most: the same with each prompt once, prompts as long as the context allows.
+        kv_bytes_per_replica: keys and values of all slots at full length; `None` without model facts.
+        weights_bytes: one published set of weights, float32; `None` without model facts.
+        shared_bytes: published sets kept at once; `None` without model facts.
+        memory: per process; empty without model facts.
+    """
+
+    rollouts_per_step: int
+    rollouts_of_run: int
+    members_per_group: int
+    stock_ceiling_rollouts: int
+    slots: int
+    tokens_per_step_at_most: int
+    packed_tokens_per_step_at_most: int
+    kv_bytes_per_replica: int | None
+    weights_bytes: int | None
+    shared_bytes: int | None
+    memory: tuple[Memory, ...]
+
+
+def derive(config: RollmillConfig, *, facts: Any = None) -> Derived:
+    """Return the derived quantities; bytes only where the model's facts are given.
+
+    Args:
+        config: the settings.
+        facts: `ModelFacts`, or a mapping or object with its fields.
+
+    Example:
+        >>> derive(RollmillConfig()).rollouts_per_step  # 4 groups of 8
+        32
+    """
+    schedule = config.schedule
+    rollouts = schedule.batch_groups * schedule.group_size
+    model = None if facts is None else ModelFacts.of(facts)
+    longest_prompt = config.generator.max_model_len - config.sampling.max_new_tokens
+    weights = None if model is None else model.parameters * BYTES_OF["float32"]
+    kept = config.weights.keep_versions + 1  # one more while the newest is being written
+    return Derived(
+        rollouts_per_step=rollouts,
+        rollouts_of_run=rollouts * config.run.steps,
+        members_per_group=schedule.group_size + schedule.member_oversampling,
+        stock_ceiling_rollouts=int((schedule.max_staleness + 1) * rollouts * schedule.group_oversampling),
+        slots=config.generator.replicas * config.generator.max_slots,
+        tokens_per_step_at_most=rollouts * config.sampling.max_new_tokens,
+        packed_tokens_per_step_at_most=rollouts * config.sampling.max_new_tokens
+        + schedule.batch_groups * max(longest_prompt, 0),
+        kv_bytes_per_replica=None if model is None else _kv_bytes(config, model=model),
+        weights_bytes=weights,
+        shared_bytes=None if weights is None else weights * kept,
+        memory=() if model is None else _memory(config, model=model),
+    )
+
+
+def check_divisible(*, prompts: int, group_size: int, mini_batch_prompts: int, ranks: int) -> None:
+    """Refuse a batch that does not split evenly into mini-batches, or a mini-batch into data-parallel ranks.
+
+    A group stays on one rank, so that its prompt is computed once; hence a mini-batch is split by prompts. An uneven
+    split would give some ranks fewer samples and, with a mean per rank, a silently wrong gradient.
+
+    Args:
+        prompts: groups of one optimizer step's batch.
+        group_size: rollouts per group.
+        mini_batch_prompts: groups of one mini-batch.
+        ranks: data-parallel ranks of the trainer.
+
+    Raises:
+        ConfigError: with rollouts per batch, per mini-batch and per rank, and the nearest valid values.
+    """
+    for name, value in (("prompts", prompts), ("group_size", group_size), ("ranks", ranks)):
+        if value < 1:
+            raise ConfigError(f"{name} is {value}; it must be at least 1.")
+    if mini_batch_prompts < 1:
+        raise ConfigError(f"mini_batch_prompts is {mini_batch_prompts}; it must be at least 1.")
+    batch, mini = prompts * group_size, mini_batch_prompts * group_size
+    if prompts % mini_batch_prompts == 0 and mini_batch_prompts % ranks == 0:
+        return
+    table = (
+        f"{prompts} prompts x {group_size} rollouts = {batch} rollouts per batch; "
+        f"mini-batch of {mini_batch_prompts} prompts x {group_size} = {mini} rollouts; {ranks} ranks"
+    )
+    if prompts % mini_batch_prompts:
+        why = f"{batch} is no multiple of {mini}: the last mini-batch would be short"
+    else:
+        why = f"{mini_batch_prompts} prompts ({mini} rollouts) do not split evenly over {ranks} ranks"
+    raise ConfigError(f"{table}. {why}. Nearest valid values: {_nearest_splits(prompts, mini_batch_prompts, ranks)}.")
+
+
+def nearest_divisors(value: int, *, of: int) -> tuple[int, ...]:
+    """Return the nearest divisors of `of` at or below and above `value`, ascending.
+
+    Example:
+        >>> nearest_divisors(3, of=32)
+        (2, 4)
+    """
+    below = max((d for d in range(1, min(value, of) + 1) if of % d == 0), default=None)
+    above = next((d for d in range(value, of + 1) if of % d == 0), None)
+    return tuple(sorted({d for d in (below, above) if d is not None}))
+
+
+def _nearest_splits(prompts: int, mini: int, ranks: int) -> str:
+    options: list[str] = []
+    if prompts % mini == 0:
+        options.append(f"ranks {_either(nearest_divisors(ranks, of=mini))}")
+    fitting = [d for d in range(ranks, prompts + 1, ranks) if prompts % d == 0]
+    if fitting:
+        options.append(f"mini-batch {min(fitting, key=lambda d: (abs(d - mini), d))} prompts")
+    pairs = {_round_to(mini, ranks=ranks, up=up) for up in (False, True)} - {0}
+    for new_mini in sorted(pairs):
+        per_batch = max(1, round(prompts / new_mini))
+        options.append(f"{per_batch * new_mini} prompts with a mini-batch of {new_mini}")
+    return "; or ".join(options)
+
+
+def _round_to(value: int, *, ranks: int, up: bool) -> int:
+    return -(-value // ranks) * ranks if up else value // ranks * ranks
+
+
+def _either(values: tuple[int, ...]) -> str:
+    return " or ".join(str(value) for value in values)
+
+
+def serving_bytes(config: RollmillConfig) -> int:
+    """Return bytes per value in the generator."""
+    return BYTES_OF[resolved_dtype(config.generator.dtype)]
+
+
+def resolved_dtype(name: str) -> str:
+    """Return the precision that `auto` means on this machine; other names as they are."""
+    from rollmill.config.precision import resolve_dtype
+
+    return resolve_dtype(name)
+
+
+def _kv_bytes(config: RollmillConfig, *, model: ModelFacts) -> int:
+    per_token = model.kv_bytes_per_token(dtype_bytes=serving_bytes(config))
+    return config.generator.max_slots * config.generator.max_model_len * per_token
+
+
+def _memory(config: RollmillConfig, *, model: ModelFacts) -> tuple[Memory, ...]:
+    replicas = tuple(
+        Memory(process=f"generator-{number}", parts=_generator_parts(config, model=model))
+        for number in range(config.generator.replicas)
+    )
+    controller = Memory(process="controller", parts={"process": PLAIN_PROCESS_BYTES})
+    scorers = Memory(process="scorers", parts={"process": config.environment.scoring_workers * PLAIN_PROCESS_BYTES})
+    return (Memory(process="trainer", parts=_trainer_parts(config, model=model)), *replicas, controller, scorers)
+
+
+def _generator_parts(config: RollmillConfig, *, model: ModelFacts) -> dict[str, int]:
+    # Logits twice: the scores and their sorted or cumulated copy for sampling, in float32 whatever the precision.
+    return {
+        "process": TORCH_PROCESS_BYTES,
+        "weights": model.parameters * serving_bytes(config),
+        "kv": _kv_bytes(config, model=model),
+        "logits": 2 * config.generator.max_slots * model.vocabulary_size * BYTES_OF["float32"],
+    }
+
+
+def _trainer_parts(config: RollmillConfig, *, model: ModelFacts) -> dict[str, int]:
+    compute = BYTES_OF[resolved_dtype(config.trainer.dtype)]
+    tokens = config.trainer.micro_batch_tokens
+    # A loss token needs its logits, and their gradient in the backward pass.
+    loss_tokens = min(tokens, config.schedule.batch_groups * config.schedule.group_size * config.sampling.max_new_tokens)
+    parts = {
+        "process": TORCH_PROCESS_BYTES,
+        "weights": model.parameters * BYTES_OF["float32"],
+        "gradients": model.parameters * BYTES_OF["float32"],
+        "optimizer": 2 * model.parameters * BYTES_OF["float32"],
+        "logits": 2 * loss_tokens * model.vocabulary_size * BYTES_OF["float32"],
+        "activations": tokens * model.layers * ACTIVATION_FLOATS_PER_HIDDEN * model.hidden_size * compute,
+    }
+    if compute != BYTES_OF["float32"]:
+        parts["autocast_copies"] = model.parameters * compute
+    if config.algorithm.kl_coefficient > 0:
+        parts["reference"] = model.parameters * BYTES_OF["float32"]
+    return parts
