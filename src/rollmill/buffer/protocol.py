@@ -154,6 +154,14 @@ class SampleStore(Protocol):
         """Return (row, record) of the step records after that row, in order; rows only grow."""
         ...
 
+    def leased_batches(self) -> Sequence[int]:
+        """Return the ids of the batches that a trainer holds now."""
+        ...
+
+    def waiting_groups(self) -> Sequence[str]:
+        """Return the ids of stored groups that are neither trained nor dropped, in order of id."""
+        ...
+
     def reconcile(self, commit: CommitPoint) -> Reconciliation:
         """Make the store agree with the commit point: release what it does not list."""
         ...

@@ -55,3 +55,7 @@ class Environment(Protocol):
     def identity(self) -> str:
         """Return a digest of the data set (options, seed, split), compared on resume."""
         ...
+
+    async def close(self) -> None:
+        """End the scoring processes; idempotent."""
+        ...
