@@ -136,17 +136,27 @@ class SampleStore(Protocol):
         """
         ...
 
-    def renew_lease(self, *, batch_id: int, owner: str, now_s: float, lease_s: float) -> None: ...
+    def renew_lease(self, *, batch_id: int, owner: str, now_s: float, lease_s: float) -> None:
+        """Extend a lease to `now_s + lease_s`.
+
+        Raises:
+            LeaseLost: if it expired and another owner took it.
+        """
+        ...
 
     def release_batch(self, *, batch_id: int, owner: str) -> None:
         """Give a leased batch back untrained; it stays assigned."""
         ...
 
-    def record_step(self, record: StepRecord) -> None:
+    def record_step(self, record: StepRecord, *, owner: str | None = None) -> None:
         """Mark the batch trained (final once a checkpoint lists it) and keep the trainer's report.
+
+        Args:
+            owner: who leased the batch; `None` means whoever leased it through this store object.
 
         Raises:
             StoreError: if the batch is not leased or was trained before in this history.
+            LeaseLost: if the lease expired and another owner took it.
         """
         ...
 
@@ -170,10 +180,18 @@ class SampleStore(Protocol):
         """Keep a small JSON value durably (phase of the run, seconds of a process, cursor...)."""
         ...
 
-    def note(self, key: str, default: Any = None) -> Any: ...
+    def note(self, key: str, default: Any = None) -> Any:
+        """Return a note, or `default` where there is none."""
+        ...
 
-    def notes(self, *, prefix: str) -> dict[str, Any]: ...
+    def notes(self, *, prefix: str) -> dict[str, Any]:
+        """Return all notes whose key begins with `prefix`."""
+        ...
 
-    def statistics(self) -> StoreStatistics: ...
+    def statistics(self) -> StoreStatistics:
+        """Return depth and bytes by state."""
+        ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Release what the store holds; idempotent."""
+        ...

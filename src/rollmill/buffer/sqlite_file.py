@@ -1,0 +1,176 @@
+"""The database file behind `SqliteStore`: opening, schema, and SQLite's errors in our words.
+
+Decides nothing about samples.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import sqlite3
+from collections.abc import Iterator
+from pathlib import Path
+
+from rollmill.errors import RollmillError, RunDirectoryError, StoreError
+
+SCHEMA_VERSION = 1
+_APPLICATION_ID = 0x524D5354  # "RMST": tells our file from any other SQLite database
+
+_SCHEMA = """
+CREATE TABLE journal (
+    offset INTEGER PRIMARY KEY,
+    sha256 BLOB NOT NULL,
+    entry BLOB NOT NULL
+) STRICT;
+CREATE TABLE groups (
+    seq INTEGER PRIMARY KEY,
+    group_id TEXT NOT NULL UNIQUE,
+    state TEXT NOT NULL CHECK (state IN ('buffered', 'assigned', 'trained', 'dropped')),
+    batch_id INTEGER,
+    position INTEGER,
+    trained_step INTEGER,
+    reason TEXT
+) STRICT;
+CREATE INDEX groups_of_batch ON groups(batch_id, position);
+CREATE TABLE samples (
+    group_id TEXT PRIMARY KEY,
+    sha256 BLOB NOT NULL,
+    blob BLOB NOT NULL
+) STRICT;
+CREATE TABLE batches (
+    batch_id INTEGER PRIMARY KEY,
+    optimizer_step INTEGER NOT NULL UNIQUE,
+    state TEXT NOT NULL CHECK (state IN ('assigned', 'leased', 'trained')),
+    owner TEXT,
+    expires_s REAL
+) STRICT;
+CREATE TABLE steps (
+    row INTEGER PRIMARY KEY AUTOINCREMENT,
+    optimizer_step INTEGER NOT NULL,
+    policy_version INTEGER NOT NULL,
+    abandoned INTEGER NOT NULL DEFAULT 0,
+    sha256 BLOB NOT NULL,
+    record BLOB NOT NULL
+) STRICT;
+CREATE TABLE notes (key TEXT PRIMARY KEY, value TEXT NOT NULL) STRICT;
+"""
+
+
+def open_database(path: Path, *, create: bool, busy_timeout_s: float) -> sqlite3.Connection:
+    """Open (and where allowed make) the store's database, ready for several processes.
+
+    Raises:
+        RunDirectoryError: if it is missing, unwritable, not a store, or of another schema version.
+    """
+    _check_place(path, create=create)
+    with translated(path):
+        connection = sqlite3.connect(path, timeout=busy_timeout_s, isolation_level=None, check_same_thread=False)
+        try:
+            with _directory_lock(path.parent):
+                _prepare(connection, path)
+        except BaseException:
+            connection.close()
+            raise
+    return connection
+
+
+def _check_place(path: Path, *, create: bool) -> None:
+    if not create and not path.exists():
+        raise RunDirectoryError(
+            f"there is no sample store at {path}. Resume needs the run directory of an earlier run; start a new run "
+            "without --resume."
+        )
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RunDirectoryError(
+            f"the folder {path.parent} cannot be made: {error.strerror}. Choose another run.directory."
+        ) from error
+    target = path if path.exists() else path.parent
+    if not os.access(target, os.W_OK):
+        raise RunDirectoryError(
+            f"{target} is not writable for this user (uid {os.getuid()}). Change its permissions or choose another "
+            "run.directory."
+        )
+
+
+@contextlib.contextmanager
+def _directory_lock(directory: Path) -> Iterator[None]:
+    """Keep two processes from preparing one file at once; the kernel frees the lock if its holder dies."""
+    handle = os.open(directory, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+        os.fsync(handle)  # the new file's name is durable too
+    finally:
+        os.close(handle)
+
+
+def _prepare(connection: sqlite3.Connection, path: Path) -> None:
+    (application,) = connection.execute("PRAGMA application_id").fetchone()
+    (version,) = connection.execute("PRAGMA user_version").fetchone()
+    (tables,) = connection.execute("SELECT COUNT(*) FROM sqlite_schema").fetchone()
+    if tables and application != _APPLICATION_ID:
+        raise RunDirectoryError(
+            f"{path} is a SQLite database of another program. Choose another run.directory; nothing was changed."
+        )
+    if tables and version != SCHEMA_VERSION:
+        raise RunDirectoryError(
+            f"{path} has schema version {version}, this Rollmill reads version {SCHEMA_VERSION}. Resume with the "
+            "Rollmill that wrote it, or start a new run."
+        )
+    (mode,) = connection.execute("PRAGMA journal_mode = WAL").fetchone()
+    if mode != "wal":
+        raise RunDirectoryError(
+            f"{path}: this file system has no shared memory for SQLite's write-ahead log (mode {mode!r}). Put the "
+            "run directory on a local disk."
+        )
+    connection.execute("PRAGMA synchronous = FULL")
+    if not tables:
+        connection.executescript(
+            f"BEGIN IMMEDIATE; {_SCHEMA} PRAGMA application_id = {_APPLICATION_ID}; "
+            f"PRAGMA user_version = {SCHEMA_VERSION}; COMMIT;"
+        )
+
+
+@contextlib.contextmanager
+def translated(path: Path) -> Iterator[None]:
+    """Raise SQLite's errors as ours, with the next action."""
+    try:
+        yield
+    except sqlite3.Error as error:
+        raise translate(error, path=path) from error
+
+
+def translate(error: sqlite3.Error, *, path: Path) -> RollmillError:
+    """Return our error for one of SQLite's."""
+    name = getattr(error, "sqlite_errorname", "") or type(error).__name__
+    said = f"{path}: {error} ({name})"
+    if name.startswith("SQLITE_NOTADB"):
+        return RunDirectoryError(
+            f"{said}. The file is not a sample store, or its beginning was overwritten. Choose another run.directory, "
+            "or restore the file."
+        )
+    if name.startswith(("SQLITE_READONLY", "SQLITE_CANTOPEN", "SQLITE_PERM")):
+        return RunDirectoryError(
+            f"{said}. The run directory cannot be written. Change its permissions, remount it writable, or choose "
+            "another run.directory."
+        )
+    if name.startswith("SQLITE_FULL"):
+        free = shutil.disk_usage(path.parent).free
+        return StoreError(
+            f"{said}. The disk is full ({free} bytes free); the change was undone. Free some space and resume."
+        )
+    if name.startswith("SQLITE_BUSY"):
+        return StoreError(
+            f"{said}. Another process has held the store's write lock for longer than the busy timeout. Look for a "
+            "stopped or swapped-out process of this run; the change was undone."
+        )
+    if name.startswith("SQLITE_CORRUPT"):
+        return StoreError(
+            f"{said}. The file is damaged. Check the disk; restore the file from a copy, or resume from a checkpoint "
+            "into a new run directory."
+        )
+    return StoreError(f"{said}. The change was undone. Check the disk and the kernel's log, then resume.")
