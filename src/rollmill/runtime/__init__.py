@@ -1,1 +1,1 @@
-"""."""
+"""Wiring, supervision and shutdown of the processes of a run."""

@@ -1,0 +1,118 @@
+"""`rollmill train`: check, plan, start the processes, show the run, print the summary."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import click
+import psutil
+
+from rollmill.cli.output import FAULT_STATUS, INTERRUPTED_STATUS, USER_ERROR_STATUS, json_option, show, show_error, show_json
+from rollmill.cli.view import TrainView
+from rollmill.config.load import LoadedConfig, load_config
+from rollmill.config.plan import Plan, plan, render
+from rollmill.errors import ConfigError, ModelError
+from rollmill.runtime.books import write_summary
+from rollmill.runtime.layout import ProcessLayout
+from rollmill.runtime.resume import first_incarnation, next_incarnation
+from rollmill.runtime.supervisor import RunEnd, Supervisor
+from rollmill.telemetry.run_directory import RunDirectory
+from rollmill.telemetry.summary import render_summary
+
+
+@click.command("train")
+@click.argument("config_path", metavar="CONFIG", type=click.Path(), required=False)
+@click.option("--resume", "resume_directory", metavar="RUN_DIR", default=None, help="Go on with a stopped run.")
+@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a setting; may be repeated.")
+@click.option("--dry-run", is_flag=True, help="Print the plan and refuse what cannot work; start nothing.")
+@json_option
+def train_command(
+    config_path: str | None,
+    resume_directory: str | None,
+    overrides: tuple[str, ...],
+    dry_run: bool,
+    as_json: bool,
+) -> None:
+    """Train the model of CONFIG, a TOML file, or go on with --resume RUN_DIR."""
+    loaded = load_config(_config_file(config_path, resume_directory), overrides=overrides)
+    planned = _plan(loaded)
+    if dry_run:
+        show(planned, text=render(planned), as_json=as_json)
+        return
+    if not as_json:
+        for warning in planned.warnings:
+            click.echo(f"warning: {warning}", err=True)
+    directory, layout, incarnation = _open(loaded, resume_directory)
+    with TrainView(directory, as_json=as_json) as view:
+        end = Supervisor(
+            config=loaded.config, layout=layout, incarnation=incarnation, refresh_view=view.refresh
+        ).run()
+    _finish(directory, layout, end, as_json=as_json)
+
+
+def _config_file(config_path: str | None, resume_directory: str | None) -> Path:
+    if resume_directory is not None:
+        return Path(config_path) if config_path is not None else Path(resume_directory) / "config.toml"
+    if config_path is None:
+        raise ConfigError(
+            "no configuration was given. Use `rollmill train CONFIG.toml`, for example "
+            "`rollmill train examples/arithmetic/train.toml`, or `rollmill train --resume RUN_DIR`."
+        )
+    return Path(config_path)
+
+
+def _plan(loaded: LoadedConfig) -> Plan:
+    return plan(
+        loaded.config,
+        facts=_model_facts(loaded.config.model.source),
+        cores=len(os.sched_getaffinity(0)),
+        memory_bytes=psutil.virtual_memory().available,
+        shm_bytes=shutil.disk_usage("/dev/shm").free if Path("/dev/shm").is_dir() else 0,
+    )
+
+
+def _model_facts(source: str) -> object | None:
+    """Return the facts of a model that is ready; `None` for one that is yet to be prepared."""
+    from rollmill.weights.prepare import find_prepared, inspect
+
+    try:
+        path = find_prepared(source)
+    except ModelError:
+        # The preflight prepares it, and says there what is wrong with it.
+        return None
+    return None if path is None else inspect(path)
+
+
+def _open(loaded: LoadedConfig, resume_directory: str | None) -> tuple[RunDirectory, ProcessLayout, object]:
+    config = loaded.config
+    if resume_directory is None:
+        directory = RunDirectory.create(config)
+        layout = ProcessLayout(directory.path)
+        layout.processes.mkdir(exist_ok=True)
+        layout.logs.mkdir(exist_ok=True)
+        return directory, layout, first_incarnation(layout)
+    directory = RunDirectory.resume(Path(resume_directory), config)
+    layout = ProcessLayout(directory.path)
+    return directory, layout, next_incarnation(layout)
+
+
+def _finish(directory: RunDirectory, layout: ProcessLayout, end: RunEnd, *, as_json: bool) -> None:
+    resume = f"rollmill train --resume {directory.path}"
+    failure = end.failure
+    if layout.store.exists() and layout.preflight.exists():
+        summary = write_summary(directory, layout, failure=failure)
+        if as_json:
+            show_json(summary)
+        else:
+            click.echo(render_summary(summary))
+    if failure is not None:
+        hint = "" if failure.user_error else f" Logs: {layout.logs}. Go on with: {resume}"
+        show_error(failure.code, failure.message + hint, as_json=as_json, details={"process": failure.process})
+        sys.exit(USER_ERROR_STATUS if failure.user_error else FAULT_STATUS)
+    if end.interrupted:
+        if not as_json:
+            click.echo(f"Stopped. Go on with: {resume}")
+        sys.exit(INTERRUPTED_STATUS)

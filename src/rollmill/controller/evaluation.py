@@ -1,0 +1,164 @@
+"""Held-out evaluation through the same generator that trains.
+
+Decides nothing about when: it is told. Sampling is explicit and stored with the score; the score carries the version
+that produced it. A held-out task without a verdict is counted apart, never as wrong.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Protocol
+
+import msgspec
+import numpy as np
+
+from rollmill.clock import Clock
+from rollmill.environments.protocol import Environment
+from rollmill.errors import DeadlineExceeded, Fault
+from rollmill.types import GenerateRequest, Message, SamplingParams, Task, Turn, derive_seed, raw_reward_of
+
+Generate = Callable[[GenerateRequest], Awaitable[Turn]]
+
+
+class TextCodec(Protocol):
+    """Messages to ids and ids to text."""
+
+    @property
+    def stop_token_ids(self) -> tuple[int, ...]: ...
+
+    def render(self, messages: Sequence[Message]) -> Sequence[int]: ...
+
+    def decode(self, ids: Sequence[int]) -> str: ...
+
+
+class EvaluationResult(msgspec.Struct, frozen=True, kw_only=True):
+    """Accuracy on the held-out tasks.
+
+    Attributes:
+        correct: tasks with a raw reward of 1.
+        n: tasks with a verdict.
+        unscored: tasks without one.
+        policy_versions: distinct versions that sampled the answers; one, if loads were held back.
+        temperature, max_new_tokens: sampling used.
+        wall_s: time it took.
+    """
+
+    correct: int
+    n: int
+    unscored: int
+    mean_reward: float
+    mean_tokens: float
+    policy_versions: tuple[int, ...]
+    temperature: float
+    max_new_tokens: int
+    wall_s: float
+
+
+async def evaluate(
+    tasks: Sequence[Task],
+    *,
+    environment: Environment,
+    codec: TextCodec,
+    generate: Generate,
+    clock: Clock,
+    temperature: float,
+    max_new_tokens: int,
+    deadline_s: float,
+    concurrency: int,
+    label: str,
+) -> EvaluationResult:
+    """Answer every task once and score it.
+
+    Args:
+        deadline_s: time for the whole evaluation.
+        concurrency: requests in flight.
+        label: makes request ids unique, for example `eval-0`.
+
+    Raises:
+        DeadlineExceeded: if not all tasks were answered in time, with how many were.
+
+    Cancellation:
+        aborts the requests in flight.
+    """
+    started_s = clock.now_s()
+    gate = asyncio.Semaphore(concurrency)
+    answers: list[tuple[float | None, Turn | None]] = []
+
+    async def one(index: int, task: Task) -> None:
+        async with gate:
+            left_s = max(0.1, deadline_s - (clock.now_s() - started_s))
+            sampling = SamplingParams(
+                temperature=temperature,
+                max_new_tokens=max_new_tokens,
+                seed=derive_seed("evaluation", task.task_id),
+                stop_token_ids=codec.stop_token_ids,
+            )
+            answers.append(
+                await _answer(
+                    task,
+                    request_id=f"{label}/{index}",
+                    environment=environment,
+                    codec=codec,
+                    generate=generate,
+                    sampling=sampling,
+                    deadline_s=left_s,
+                )
+            )
+
+    try:
+        async with asyncio.timeout(deadline_s), asyncio.TaskGroup() as group:
+            for index, task in enumerate(tasks):
+                group.create_task(one(index, task), name=f"{label}/{index}")
+    except TimeoutError:
+        raise DeadlineExceeded(
+            f"evaluation {label} answered {len(answers)} of {len(tasks)} held-out tasks in {deadline_s:.0f} s. "
+            "Raise evaluation.deadline_s, or lower environment.heldout_size."
+        ) from None
+    return _result(
+        answers, temperature=temperature, max_new_tokens=max_new_tokens, wall_s=clock.now_s() - started_s
+    )
+
+
+async def _answer(
+    task: Task,
+    *,
+    request_id: str,
+    environment: Environment,
+    codec: TextCodec,
+    generate: Generate,
+    sampling: SamplingParams,
+    deadline_s: float,
+) -> tuple[float | None, Turn | None]:
+    observation = environment.reset(task)
+    request = GenerateRequest(
+        request_id=request_id,
+        prompt_ids=np.asarray(codec.render(observation.messages), dtype=np.int32),
+        sampling=sampling,
+        deadline_s=deadline_s,
+    )
+    try:
+        turn = await generate(request)
+    except Fault:
+        return None, None
+    outcome = await environment.score(task, reply=codec.decode(turn.output_ids.tolist()))
+    return raw_reward_of(outcome), turn
+
+
+def _result(
+    answers: Sequence[tuple[float | None, Turn | None]], *, temperature: float, max_new_tokens: int, wall_s: float
+) -> EvaluationResult:
+    rewards = [reward for reward, _ in answers if reward is not None]
+    turns = [turn for _, turn in answers if turn is not None]
+    versions = {span.policy_version for turn in turns for span in turn.version_spans}
+    return EvaluationResult(
+        correct=sum(reward >= 1.0 for reward in rewards),
+        n=len(rewards),
+        unscored=len(answers) - len(rewards),
+        mean_reward=sum(rewards) / len(rewards) if rewards else 0.0,
+        mean_tokens=sum(len(turn.output_ids) for turn in turns) / len(turns) if turns else 0.0,
+        policy_versions=tuple(sorted(versions)),
+        temperature=temperature,
+        max_new_tokens=max_new_tokens,
+        wall_s=wall_s,
+    )

@@ -1,0 +1,59 @@
+"""Evaluation of a checkpoint in one process, with the engine that also serves training."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+from rollmill.clock import SystemClock
+from rollmill.config.schema import RollmillConfig
+from rollmill.controller.reporting import evaluation_record
+from rollmill.environments.load import load_environment
+from rollmill.environments.rendering import Renderer
+from rollmill.runtime.controller_process import run_evaluation
+
+
+def evaluate_checkpoint(source: str, *, config: RollmillConfig) -> dict[str, Any]:
+    """Return held-out accuracy with its interval and the sampling that was used.
+
+    Args:
+        source: a checkpoint directory, a Hugging Face directory or a name of `rollmill model list`.
+
+    Raises:
+        ModelError: if the source cannot be loaded.
+        DataError: if the held-out set cannot be made.
+    """
+    return asyncio.run(_evaluate(source, config=config))
+
+
+async def _evaluate(source: str, *, config: RollmillConfig) -> dict[str, Any]:
+    from rollmill.generator.main import build_engine
+    from rollmill.weights.prepare import load_tensors, prepare
+
+    clock = SystemClock()
+    path = Path(source) if (Path(source) / "config.json").exists() else Path(prepare(source).path)
+    renderer = Renderer(path)
+    environment = load_environment(
+        config.environment, run_seed=config.run.seed, system_prompt=config.model.system_prompt
+    )
+    engine = build_engine(
+        path,
+        kind="embedded",
+        dtype=config.generator.dtype,
+        threads=config.generator.threads,
+        max_slots=config.generator.max_slots,
+        max_model_len=config.generator.max_model_len,
+        tensors=load_tensors(path),
+        policy_version=0,
+        digest="",
+        clock=clock,
+    )
+    try:
+        result = await run_evaluation(
+            config, environment=environment, renderer=renderer, generate=engine.generate, clock=clock, label="eval"
+        )
+    finally:
+        await engine.close()
+        await environment.close()
+    return {"source": source, **evaluation_record(result)}

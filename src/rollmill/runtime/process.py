@@ -1,0 +1,91 @@
+"""Entry of every child process: `python -m rollmill.runtime.process ROLE RUN_DIRECTORY`.
+
+Sets up what all roles share: dies with its parent, writes its failure where the supervisor looks, ends with a status
+that tells a user error (2) from a fault (1). The roles are imported late, so that each imports only what it needs.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+from rollmill.config.load import load_config
+from rollmill.config.schema import RollmillConfig
+from rollmill.runtime.failure import record_of_error, write_record
+from rollmill.runtime.incarnation import Incarnation, read_record
+from rollmill.runtime.layout import CONTROLLER, TRAINER, ProcessLayout
+
+PR_SET_PDEATHSIG = 1
+PARENT_VARIABLE = "ROLLMILL_PARENT_PID"
+SPAWNED_VARIABLE = "ROLLMILL_SPAWNED_AT_S"
+
+
+class ProcessContext:
+    """What a role knows about itself."""
+
+    def __init__(self, name: str, run_directory: Path) -> None:
+        self.name = name
+        self.layout = ProcessLayout(run_directory)
+        self.config: RollmillConfig = load_config(run_directory / "config.toml").config
+        self.incarnation = read_record(self.layout.incarnation, Incarnation)
+        # CLOCK_MONOTONIC is one for all processes, so the ledger can begin when the parent spawned this process.
+        self.spawned_at_s = float(os.environ.get(SPAWNED_VARIABLE, time.monotonic()))
+
+
+def die_with_parent() -> None:
+    """Have the kernel kill this process when its parent dies, so that a killed supervisor leaves nothing behind."""
+    if not sys.platform.startswith("linux"):
+        return
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    parent = os.environ.get(PARENT_VARIABLE)
+    if parent is not None and os.getppid() != int(parent):
+        os._exit(1)
+
+
+def run_role(context: ProcessContext) -> None:
+    """Run the role that the process name says."""
+    if context.name == CONTROLLER:
+        from rollmill.runtime.controller_process import run_controller
+
+        run_controller(context)
+    elif context.name == TRAINER:
+        from rollmill.runtime.trainer_process import run_trainer
+
+        run_trainer(context)
+    else:
+        from rollmill.runtime.generator_process import run_generator
+
+        run_generator(context)
+
+
+def main(arguments: list[str]) -> int:
+    """Run one process of a run; return its exit status."""
+    name, run_directory = arguments
+    die_with_parent()
+    # The supervisor alone answers Ctrl-C; it tells the controller with SIGTERM.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    context: ProcessContext | None = None
+    try:
+        context = ProcessContext(name, Path(run_directory))
+        run_role(context)
+    except BaseException as error:
+        if isinstance(error, SystemExit) and error.code in (0, None):
+            return 0
+        record = record_of_error(name, error, at_wall_s=time.time())
+        sys.stderr.write(record.traceback or f"{record.code}: {record.message}\n")
+        number = context.incarnation.number if context else 0
+        write_record(ProcessLayout(Path(run_directory)).process_failure(name, incarnation=number), record)
+        return 2 if record.user_error else 1
+    return 0
+
+
+if __name__ == "__main__":
+    status = main(sys.argv[1:])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Torch and gRPC take up to a second to tear down, and nothing is left to do.
+    os._exit(status)
