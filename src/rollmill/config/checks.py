@@ -44,7 +44,7 @@ def _sampling(config: RollmillConfig) -> Iterator[str]:
     if sampling.temperature == 0:
         yield (
             "sampling.temperature is 0: all siblings of a group would be equal, so every advantage would be 0 and "
-            "nothing would be learned. Valid: above 0, for example 1.0. (Evaluation may be greedy: evaluation.temperature.)"
+            "nothing would be learned. Valid: above 0, for example 1.0. (evaluation.temperature may be 0.)"
         )
     neutral = "The trainer computes log-probs over the whole vocabulary and cannot renormalise over a cut one yet"
     if sampling.top_p != 1.0:
@@ -97,8 +97,8 @@ def _groups(config: RollmillConfig) -> Iterator[str]:
         )
     if schedule.reopen_groups and schedule.member_oversampling == 0:
         yield (
-            "schedule.reopen_groups is true and schedule.member_oversampling is 0: no sibling can come after the close, "
-            "so nothing would ever be reopened. Nearest valid values: schedule.member_oversampling 1, or "
+            "schedule.reopen_groups is true and schedule.member_oversampling is 0: no sibling can come after the "
+            "close, so nothing would ever be reopened. Nearest valid values: schedule.member_oversampling 1, or "
             "schedule.reopen_groups false."
         )
     if schedule.data_epochs is not None and schedule.data_epochs < 1:
@@ -162,8 +162,8 @@ def _algorithm(config: RollmillConfig) -> Iterator[str]:
         )
     if algorithm.correction != "none" and algorithm.correction_cap <= 1:
         yield (
-            f"algorithm.correction_cap is {algorithm.correction_cap:g}: weights of fresh samples are 1 and would be cut "
-            "as well. Nearest valid value: above 1, for example 2.0."
+            f"algorithm.correction_cap is {algorithm.correction_cap:g}: weights of fresh samples are 1 and would be "
+            "cut as well. Nearest valid value: above 1, for example 2.0."
         )
     for number, beta in enumerate(config.trainer.betas):
         if not 0 <= beta < 1:

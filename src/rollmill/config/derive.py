@@ -11,13 +11,14 @@ from typing import Any
 
 import msgspec
 
+from rollmill.config.precision import resolve_dtype
 from rollmill.config.schema import RollmillConfig
 from rollmill.errors import ConfigError
 
 BYTES_OF = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 TORCH_PROCESS_BYTES = 350_000_000
-"""A process that has imported torch and transformers and done nothing: 333 MiB measured (PSS, torch 2.13, CPU build)."""
+"""A process that has imported torch and transformers and no more: 333 MiB of PSS measured with torch 2.13 (CPU)."""
 
 PLAIN_PROCESS_BYTES = 60_000_000
 """A process with NumPy, pydantic and msgspec and no torch: 30 MiB measured, doubled for its data."""
@@ -25,6 +26,7 @@ PLAIN_PROCESS_BYTES = 60_000_000
 ACTIVATION_FLOATS_PER_HIDDEN = 16
 """Values kept for the backward pass per token and layer, in units of the hidden size: norms, q, k, v, attention
 output and residuals (about 8), and the three MLP intermediates at the usual ratio of 2.7 (about 8)."""
+
 
 class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     """What sizing needs to know of a model.
@@ -77,6 +79,7 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def total_bytes(self) -> int:
+        """Sum of the parts."""
         return sum(self.parts.values())
 
 
@@ -214,14 +217,7 @@ def _either(values: tuple[int, ...]) -> str:
 
 def serving_bytes(config: RollmillConfig) -> int:
     """Return bytes per value in the generator."""
-    return BYTES_OF[resolved_dtype(config.generator.dtype)]
-
-
-def resolved_dtype(name: str) -> str:
-    """Return the precision that `auto` means on this machine; other names as they are."""
-    from rollmill.config.precision import resolve_dtype
-
-    return resolve_dtype(name)
+    return BYTES_OF[resolve_dtype(config.generator.dtype)]
 
 
 def _kv_bytes(config: RollmillConfig, *, model: ModelFacts) -> int:
@@ -250,10 +246,12 @@ def _generator_parts(config: RollmillConfig, *, model: ModelFacts) -> dict[str, 
 
 
 def _trainer_parts(config: RollmillConfig, *, model: ModelFacts) -> dict[str, int]:
-    compute = BYTES_OF[resolved_dtype(config.trainer.dtype)]
+    compute = BYTES_OF[resolve_dtype(config.trainer.dtype)]
     tokens = config.trainer.micro_batch_tokens
     # A loss token needs its logits, and their gradient in the backward pass.
-    loss_tokens = min(tokens, config.schedule.batch_groups * config.schedule.group_size * config.sampling.max_new_tokens)
+    loss_tokens = min(
+        tokens, config.schedule.batch_groups * config.schedule.group_size * config.sampling.max_new_tokens
+    )
     parts = {
         "process": TORCH_PROCESS_BYTES,
         "weights": model.parameters * BYTES_OF["float32"],

@@ -136,7 +136,9 @@ def parse_config(data: Mapping[str, Any], *, origins: Mapping[str, str] | None =
     try:
         text = json.dumps(data)
     except TypeError as error:
-        raise ConfigError(f"a value is not text, number, boolean, list or table: {error}. Write it in quotes.") from None
+        raise ConfigError(
+            f"a value is not text, number, boolean, list or table: {error}. Write it in quotes."
+        ) from None
     try:
         return RollmillConfig.model_validate_json(text, strict=True)
     except ValidationError as error:
@@ -177,7 +179,8 @@ def _read_toml(path: Path) -> dict[str, Any]:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConfigError(
-            f"there is no configuration file {str(path)!r}. Check the path; examples/arithmetic/train.toml is one to copy."
+            f"there is no configuration file {str(path)!r}. Check the path; examples/arithmetic/train.toml "
+            "is one to copy."
         ) from None
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(
@@ -274,7 +277,11 @@ def _task_mix_fields() -> tuple[str, ...]:
 def _expected(problem: ErrorDetails) -> str:
     if problem["type"] in ("too_short", "too_long"):
         bounds = problem.get("ctx", {})
-        return f"at least {bounds['min_length']} items" if "min_length" in bounds else f"at most {bounds['max_length']} items"
+        return (
+            f"at least {bounds['min_length']} items"
+            if "min_length" in bounds
+            else f"at most {bounds['max_length']} items"
+        )
     return problem["msg"].removeprefix("Input should be ").removeprefix("a valid ").removeprefix("Input should have ")
 
 

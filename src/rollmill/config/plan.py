@@ -11,7 +11,8 @@ from typing import Any
 import msgspec
 
 from rollmill.config.checks import check, warnings_of
-from rollmill.config.derive import Derived, Memory, ModelFacts, derive, resolved_dtype
+from rollmill.config.derive import Derived, Memory, ModelFacts, derive
+from rollmill.config.precision import resolve_dtype
 from rollmill.config.schema import RollmillConfig
 from rollmill.errors import ConfigError
 
@@ -93,7 +94,9 @@ def plan(
     if total is not None and memory_bytes is not None:
         _refuse_memory(derived, total=total, memory_bytes=memory_bytes, transport=transport)
         if total > WARN_SHARE * memory_bytes:
-            notes.append(f"the estimate of {_gb(total)} is more than {WARN_SHARE:.0%} of the {_gb(memory_bytes)} available.")
+            notes.append(
+                f"the estimate of {_gb(total)} is more than {WARN_SHARE:.0%} of the {_gb(memory_bytes)} available."
+            )
     return Plan(
         model=config.model.source,
         run=f"{config.run.directory}/{config.run.name}",
@@ -145,14 +148,14 @@ def _processes(config: RollmillConfig, *, derived: Derived) -> tuple[PlannedProc
             name="generator",
             count=config.generator.replicas,
             threads=config.generator.threads,
-            dtype=resolved_dtype(config.generator.dtype),
+            dtype=resolve_dtype(config.generator.dtype),
             memory_bytes=sizes.get("generator-0"),
         ),
         PlannedProcess(
             name="trainer",
             count=1,
             threads=config.trainer.threads,
-            dtype=resolved_dtype(config.trainer.dtype),
+            dtype=resolve_dtype(config.trainer.dtype),
             memory_bytes=sizes.get("trainer"),
         ),
         PlannedProcess(
@@ -181,8 +184,8 @@ def _transport(config: RollmillConfig, *, derived: Derived, shm_bytes: int | Non
         return ("file" if wanted == "file" else "shm"), []
     kept = config.weights.keep_versions + 1
     sentence = (
-        f"{kept} published sets of weights (keep_versions {config.weights.keep_versions} and the one being written) need "
-        f"{_gb(need)} of shared memory, {_gb(shm_bytes)} are free"
+        f"{kept} published sets of weights (keep_versions {config.weights.keep_versions} and the one being written) "
+        f"need {_gb(need)} of shared memory, {_gb(shm_bytes)} are free"
     )
     if wanted == "shm":
         raise ConfigError(
@@ -208,8 +211,8 @@ def _refuse_memory(derived: Derived, *, total: int, memory_bytes: int, transport
     largest = sorted(parts, key=lambda part: -part[1])[:3]
     listed = ", ".join(f"{name} {_gb(size)}" for name, size in largest)
     raise ConfigError(
-        f"the run needs about {_gb(total)} and {_gb(memory_bytes)} are available: {_gb(total - memory_bytes)} too much. "
-        f"Largest parts: {listed}. {_remedies([name for name, _ in largest])}"
+        f"the run needs about {_gb(total)} and {_gb(memory_bytes)} are available: {_gb(total - memory_bytes)} too "
+        f"much. Largest parts: {listed}. {_remedies([name for name, _ in largest])}"
     )
 
 

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 def knob(default: Any, *, unit: str = "", raising: str = "", lowering: str = "", **constraints: Any) -> Any:
     """Return a field with its unit and the effect of moving it, for `config explain`."""
-    extra = {"unit": unit, "raising": raising, "lowering": lowering}
+    extra: dict[str, Any] = {"unit": unit, "raising": raising, "lowering": lowering}
     return Field(default, json_schema_extra=extra, **constraints)
 
 
@@ -89,7 +89,7 @@ class EnvironmentSettings(Section):
     )
     """Share of problems that the content hash puts on the held-out side."""
     scorer: str = knob("last_integer")
-    """`last_integer` (the last integer of the text counts), `dataset` (the environment's own scorer), or an import path."""
+    """`last_integer` (the last integer of the text counts), `dataset` (the environment's scorer), or an import path."""
     scoring_deadline_s: float = knob(
         10.0, unit="s", raising="tolerates slower scorers", lowering="hung scorers end sooner", gt=0
     )
@@ -118,9 +118,13 @@ class GeneratorSettings(Section):
 
     engine: Literal["embedded", "fake"] = knob("embedded")
     """`embedded` (torch, transformers modules) or `fake` (deterministic, for tests)."""
-    replicas: int = knob(1, unit="processes", raising="more rollouts at once, more memory", lowering="less memory", ge=1)
+    replicas: int = knob(
+        1, unit="processes", raising="more rollouts at once, more memory", lowering="less memory", ge=1
+    )
     """Replica processes."""
-    threads: int = knob(1, unit="threads", raising="faster if cores are idle", lowering="leaves cores to the trainer", ge=1)
+    threads: int = knob(
+        1, unit="threads", raising="faster if cores are idle", lowering="leaves cores to the trainer", ge=1
+    )
     """Torch threads of each replica."""
     dtype: Literal["auto", "float32", "bfloat16"] = knob("auto")
     """Serving precision; `auto` takes bfloat16 only where the CPU multiplies it natively."""
@@ -147,10 +151,12 @@ class GeneratorSettings(Section):
 class TrainerSettings(Section):
     """The trainer process."""
 
-    threads: int = knob(1, unit="threads", raising="faster if cores are idle", lowering="leaves cores to the generator", ge=1)
+    threads: int = knob(
+        1, unit="threads", raising="faster if cores are idle", lowering="leaves cores to the generator", ge=1
+    )
     """Torch threads."""
     dtype: Literal["auto", "float32", "bfloat16"] = knob("auto")
-    """Compute precision (autocast); master weights are always float32. `auto` takes bfloat16 only where it is native."""
+    """Compute precision (autocast); master weights stay float32. `auto` takes bfloat16 only where it is native."""
     learning_rate: float = knob(2e-5, raising="faster, less stable", lowering="slower, more stable", gt=0)
     """AdamW learning rate after warm-up."""
     warmup_steps: int = knob(2, unit="optimizer steps", raising="gentler start", lowering="faster start", ge=0)
@@ -193,7 +199,7 @@ class AlgorithmSettings(Section):
     clip_high: float = knob(0.2, raising="larger steps up", lowering="smaller steps up", gt=0)
     """Upper clip range: ratios above 1 + clip_high are clipped."""
     normalisation: Literal["token", "sequence", "constant"] = knob("token")
-    """Denominator of the loss: all tokens of the step, per sequence then over sequences, or `batch * max_new_tokens`."""
+    """Denominator of the loss: all tokens of the step, sequences of equal weight, or `batch * max_new_tokens`."""
     correction: Literal["none", "truncated_is", "masked_is"] = knob("truncated_is")
     """Importance correction between behaviour and proximal policy."""
     correction_cap: float = knob(2.0, raising="less bias, more variance", lowering="more bias, less variance", gt=0)
@@ -216,7 +222,11 @@ class ScheduleSettings(Section):
     )
     """Rollouts that share a baseline."""
     max_staleness: int = knob(
-        2, unit="optimizer steps", raising="trainer waits less, older samples", lowering="fresher samples; 0 is synchronous", ge=0
+        2,
+        unit="optimizer steps",
+        raising="trainer waits less, older samples",
+        lowering="fresher samples; 0 is synchronous",
+        ge=0,
     )
     """Hard bound on the age of a consumed sample."""
     window_groups: int = knob(
@@ -267,17 +277,11 @@ class ScheduleSettings(Section):
     """Length of the zone before the cap in which the soft penalty grows from 0 to its full value (DAPO, eq. 13)."""
     overlong_penalty: float = knob(1.0, raising="stronger penalty", lowering="weaker penalty", ge=0)
     """Full soft penalty at the cap."""
-    prior_step_s: float = knob(
-        5.0, unit="s", raising="smaller first stock", lowering="larger first stock", gt=0
-    )
+    prior_step_s: float = knob(5.0, unit="s", raising="smaller first stock", lowering="larger first stock", gt=0)
     """Expected time of one optimizer step before any was measured."""
-    prior_group_s: float = knob(
-        15.0, unit="s", raising="larger first stock", lowering="smaller first stock", gt=0
-    )
+    prior_group_s: float = knob(15.0, unit="s", raising="larger first stock", lowering="smaller first stock", gt=0)
     """Expected time of one group before any was measured."""
-    prior_yield: float = knob(
-        0.5, raising="smaller first stock", lowering="larger first stock", gt=0, le=1
-    )
+    prior_yield: float = knob(0.5, raising="smaller first stock", lowering="larger first stock", gt=0, le=1)
     """Expected share of groups with signal before any was measured."""
     data_epochs: int | None = knob(None, unit="epochs", raising="longer run", lowering="ends sooner")
     """Passes over the training problems; `None` never ends. The run also ends at `run.steps`."""
@@ -290,7 +294,9 @@ class EvaluationSettings(Section):
     """Evaluate before the first step."""
     at_end: bool = knob(True)
     """Evaluate after the last step."""
-    every_steps: int = knob(0, unit="optimizer steps", raising="fewer evaluations", lowering="more evaluations; 0 for none", ge=0)
+    every_steps: int = knob(
+        0, unit="optimizer steps", raising="fewer evaluations", lowering="more evaluations; 0 for none", ge=0
+    )
     """Evaluate during the run."""
     temperature: float = knob(0.0, ge=0)
     """Sampling temperature in evaluation; 0 is greedy. Stored with the score."""
