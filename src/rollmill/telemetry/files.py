@@ -5,7 +5,6 @@ JSON documents are replaced in one rename; JSON lines are appended whole, one wr
 
 from __future__ import annotations
 
-import json
 import os
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -29,7 +28,7 @@ def write_json_atomic(path: Path, value: Any) -> None:
     Raises:
         RunDirectoryError: if the file cannot be written.
     """
-    text = json.dumps(msgspec.to_builtins(value, enc_hook=_plain, str_keys=True), indent=2, allow_nan=False)
+    text = msgspec.json.format(msgspec.json.encode(value, enc_hook=_plain), indent=2).decode()
     write_text_atomic(path, text + "\n")
 
 
@@ -85,6 +84,7 @@ class JsonLines:
             )
 
     def close(self) -> None:
+        """Close the file; every line is already out."""
         self._file.close()
 
     def __enter__(self) -> JsonLines:

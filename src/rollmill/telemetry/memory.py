@@ -50,9 +50,7 @@ def memory_of(pids: Iterable[int]) -> MemoryUse:
                 denied = True
         if not denied or measure == "rss":
             break
-    return MemoryUse(
-        total_bytes=sum(sizes.values()), measure=measure, per_process=sizes, missing=tuple(missing)
-    )
+    return MemoryUse(total_bytes=sum(sizes.values()), measure=measure, per_process=sizes, missing=tuple(missing))
 
 
 def tree_of(pid: int | None = None) -> tuple[int, ...]:
