@@ -38,7 +38,9 @@ class Environment(Protocol):
         """Return the held-out tasks, disjoint from training by content."""
         ...
 
-    def reset(self, task: Task) -> Observation: ...
+    def reset(self, task: Task) -> Observation:
+        """Return what the policy sees first."""
+        ...
 
     def step(self, task: Task, *, reply: str, turn: int) -> Observation:
         """Take the policy's reply; a single-turn environment is done."""
@@ -54,6 +56,18 @@ class Environment(Protocol):
 
     def identity(self) -> str:
         """Return a digest of the data set (options, seed, split), compared on resume."""
+        ...
+
+    async def start(self) -> None:
+        """Start the scoring processes ahead of the first score. Optional for callers: `score` starts what is missing.
+
+        Raises:
+            ScoringFault: if the scorer cannot be built.
+        """
+        ...
+
+    def alarm(self) -> str:
+        """Return a sentence to show if the newest scores say nothing (all failed, all equal), else an empty string."""
         ...
 
     async def close(self) -> None:
