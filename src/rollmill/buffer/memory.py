@@ -147,6 +147,17 @@ class MemoryStore:
             rows = enumerate(self._steps[after:], start=after + 1)
             return [(row, record) for row, (record, gone) in rows if gone is abandoned]
 
+    def leased_batches(self) -> Sequence[int]:
+        """Return the ids of the batches that a trainer holds now, ascending."""
+        with self._lock:
+            return sorted(batch.batch_id for batch in self._batches.values() if batch.state is BatchState.LEASED)
+
+    def waiting_groups(self) -> Sequence[str]:
+        """Return the ids of groups that are neither trained nor dropped, in order of id."""
+        with self._lock:
+            waiting = (GroupState.BUFFERED, GroupState.ASSIGNED)
+            return sorted(row.group_id for row in self._groups.values() if row.state in waiting)
+
     def reconcile(self, commit: CommitPoint) -> Reconciliation:
         """Make the store agree with the commit point: release what it does not list."""
         with self._lock:

@@ -188,6 +188,20 @@ class SqliteStore:
             for row, digest, data in found
         ]
 
+    def leased_batches(self) -> Sequence[int]:
+        """Return the ids of the batches that a trainer holds now, ascending."""
+        with self._transaction("DEFERRED") as db:
+            found = db.execute("SELECT batch_id FROM batches WHERE state = 'leased' ORDER BY batch_id").fetchall()
+        return [batch_id for (batch_id,) in found]
+
+    def waiting_groups(self) -> Sequence[str]:
+        """Return the ids of groups that are neither trained nor dropped, in order of id."""
+        with self._transaction("DEFERRED") as db:
+            found = db.execute(
+                "SELECT group_id FROM groups WHERE state IN ('buffered', 'assigned') ORDER BY group_id"
+            ).fetchall()
+        return [group_id for (group_id,) in found]
+
     def reconcile(self, commit: CommitPoint) -> Reconciliation:
         """Make the store agree with the commit point: release what it does not list.
 
