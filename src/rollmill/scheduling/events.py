@@ -10,6 +10,8 @@ import enum
 
 import msgspec
 
+from rollmill.scheduling.settings import SchedulerSettings
+
 
 class FailureClass(enum.Enum):
     """Who is to blame, hence whose budget pays. Unknown errors count as the data's, so that bugs surface."""
@@ -25,11 +27,17 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag=Tr
 
 
 class RunStarted(Event, frozen=True, kw_only=True):
-    """A new run begins with these weights published."""
+    """A new run begins with these weights published.
+
+    Attributes:
+        settings: what the core decides with from here on; journaled, so that the fold of a run that was resumed with
+            other deadlines decides as the run did. `None` keeps those it has.
+    """
 
     history_id: str
     optimizer_step: int
     policy_version: int
+    settings: SchedulerSettings | None = None
 
 
 class RunResumed(Event, frozen=True, kw_only=True):
@@ -44,6 +52,7 @@ class RunResumed(Event, frozen=True, kw_only=True):
         trained_group_ids: groups that the surviving history has trained, over all its checkpoints.
         abandoned_above: policy versions above this one (and below `policy_version`) belong to no history any more.
         abandoned_group_ids: stored groups with tokens of abandoned versions.
+        settings: as in `RunStarted`.
     """
 
     history_id: str
@@ -52,6 +61,7 @@ class RunResumed(Event, frozen=True, kw_only=True):
     trained_group_ids: tuple[str, ...]
     abandoned_above: int
     abandoned_group_ids: tuple[str, ...]
+    settings: SchedulerSettings | None = None
 
 
 class ReplicaJoined(Event, frozen=True, kw_only=True):
