@@ -134,7 +134,7 @@ def parse_config(data: Mapping[str, Any], *, origins: Mapping[str, str] | None =
     """
     _refuse_non_finite(data)
     try:
-        text = json.dumps(data)
+        text = json.dumps(_with_default_tasks(data))
     except TypeError as error:
         raise ConfigError(
             f"a value is not text, number, boolean, list or table: {error}. Write it in quotes."
@@ -172,6 +172,15 @@ def value_at(config: RollmillConfig, key: str) -> Any:
     if model is None or leaf not in model.model_fields:
         raise ConfigError(unknown_key_message(key, where="configuration"))
     return getattr(getattr(config, section), leaf)
+
+
+def _with_default_tasks(data: Mapping[str, Any]) -> dict[str, Any]:
+    # The default task belongs to the whole tree: a table [environment] without `tasks` must not lose it.
+    environment = data.get("environment")
+    if not isinstance(environment, Mapping) or "tasks" in environment:
+        return dict(data)
+    tasks = [task.model_dump(mode="json") for task in RollmillConfig().environment.tasks]
+    return {**data, "environment": {**environment, "tasks": tasks}}
 
 
 def _read_toml(path: Path) -> dict[str, Any]:

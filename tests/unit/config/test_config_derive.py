@@ -1,0 +1,90 @@
+"""Derived quantities, checked against arithmetic by hand."""
+
+import pytest
+
+from rollmill.config import ModelFacts, RollmillConfig, check_divisible, load_config
+from rollmill.config.derive import derive, nearest_divisors
+from rollmill.errors import ConfigError
+
+TINY = ModelFacts(
+    parameters=1_000_000,
+    layers=2,
+    hidden_size=64,
+    kv_heads=2,
+    head_dim=16,
+    vocabulary_size=128,
+    max_positions=512,
+)
+
+
+def test_counts_of_a_step_follow_from_groups_and_siblings():
+    derived = derive(RollmillConfig())
+    assert derived.rollouts_per_step == 32  # 4 x 8
+    assert derived.rollouts_of_run == 1280  # 32 x 40 steps
+    assert derived.stock_ceiling_rollouts == 96  # (2 + 1) x 32
+    assert derived.tokens_per_step_at_most == 768  # 32 x 24
+    assert derived.packed_tokens_per_step_at_most == 1696  # 768 + 4 prompts x (256 - 24)
+    assert derived.memory == ()
+
+
+def test_oversampling_widens_groups_and_ceiling():
+    config = load_config(None, overrides=["schedule.group_oversampling=1.5", "schedule.member_oversampling=2"]).config
+    derived = derive(config)
+    assert derived.members_per_group == 10
+    assert derived.stock_ceiling_rollouts == 144  # 96 x 1.5
+
+
+def test_kv_bytes_are_two_per_layer_head_and_width():
+    config = load_config(None, overrides=["generator.dtype=float32", "generator.max_slots=8"]).config
+    # per token 2 x 2 layers x 2 heads x 16 wide x 4 bytes = 512; 8 slots x 256 tokens x 512 = 1,048,576
+    assert TINY.kv_bytes_per_token(dtype_bytes=4) == 512
+    assert derive(config, facts=TINY).kv_bytes_per_replica == 1_048_576
+
+
+def test_shared_memory_holds_the_kept_versions_and_the_one_being_written():
+    assert derive(RollmillConfig(), facts=TINY).shared_bytes == 4 * 4_000_000  # keep_versions 3 + 1
+
+
+def test_the_trainer_keeps_weights_gradients_and_two_moments_in_float32():
+    config = load_config(None, overrides=["trainer.dtype=float32", "algorithm.kl_coefficient=0.1"]).config
+    parts = next(memory.parts for memory in derive(config, facts=TINY).memory if memory.process == "trainer")
+    assert (parts["weights"], parts["gradients"], parts["optimizer"]) == (4_000_000, 4_000_000, 8_000_000)
+    assert parts["reference"] == 4_000_000
+    assert parts["logits"] == 2 * 768 * 128 * 4  # loss tokens (under the 2048 of a micro-batch) x vocabulary
+    assert "autocast_copies" not in parts
+
+
+def test_bfloat16_adds_copies_and_halves_the_generator():
+    config = load_config(None, overrides=["trainer.dtype=bfloat16", "generator.dtype=bfloat16"]).config
+    memory = {one.process: one.parts for one in derive(config, facts=TINY).memory}
+    assert memory["trainer"]["autocast_copies"] == 2_000_000
+    assert memory["generator-0"]["weights"] == 2_000_000
+
+
+def test_facts_may_be_a_mapping_or_any_object_and_missing_ones_are_named():
+    assert ModelFacts.of({name: getattr(TINY, name) for name in ModelFacts.__struct_fields__}) == TINY
+    with pytest.raises(ConfigError, match="lack 'layers'"):
+        ModelFacts.of({"parameters": 1})
+
+
+def test_an_even_split_passes():
+    check_divisible(prompts=64, group_size=8, mini_batch_prompts=32, ranks=4)
+    check_divisible(prompts=4, group_size=8, mini_batch_prompts=4, ranks=1)
+
+
+def test_a_short_last_mini_batch_is_refused():
+    with pytest.raises(ConfigError, match="512 is no multiple of 192"):
+        check_divisible(prompts=64, group_size=8, mini_batch_prompts=24, ranks=1)
+
+
+@pytest.mark.parametrize("name", ["prompts", "group_size", "mini_batch_prompts", "ranks"])
+def test_a_count_below_one_is_refused(name):
+    counts = {"prompts": 4, "group_size": 8, "mini_batch_prompts": 4, "ranks": 1, name: 0}
+    with pytest.raises(ConfigError, match=f"{name} is 0; it must be at least 1"):
+        check_divisible(**counts)
+
+
+def test_nearest_divisors_lie_on_both_sides():
+    assert nearest_divisors(3, of=32) == (2, 4)
+    assert nearest_divisors(4, of=32) == (4,)
+    assert nearest_divisors(40, of=32) == (32,)
