@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+import time
 from pathlib import Path
 
 import click
@@ -16,6 +17,7 @@ from rollmill.config.load import LoadedConfig, load_config
 from rollmill.config.plan import Plan, plan, render
 from rollmill.errors import ConfigError, ModelError
 from rollmill.runtime.books import write_summary
+from rollmill.runtime.incarnation import Incarnation
 from rollmill.runtime.layout import ProcessLayout
 from rollmill.runtime.resume import first_incarnation, next_incarnation
 from rollmill.runtime.supervisor import RunEnd, Supervisor
@@ -86,21 +88,20 @@ def _model_facts(source: str) -> object | None:
     return None if path is None else inspect(path)
 
 
-def _open(loaded: LoadedConfig, resume_directory: str | None) -> tuple[RunDirectory, ProcessLayout, object]:
-    config = loaded.config
+def _open(loaded: LoadedConfig, resume_directory: str | None) -> tuple[RunDirectory, ProcessLayout, Incarnation]:
+    config, now_s = loaded.config, time.time()
     if resume_directory is None:
-        directory = RunDirectory.create(config)
-        layout = ProcessLayout(directory.path)
-        layout.processes.mkdir(exist_ok=True)
-        layout.logs.mkdir(exist_ok=True)
+        root = Path(config.run.directory) / config.run.name
+        directory = RunDirectory.create(root, config=config, started_at_s=now_s)
+        layout = ProcessLayout(directory.root)
         return directory, layout, first_incarnation(layout)
-    directory = RunDirectory.resume(Path(resume_directory), config)
-    layout = ProcessLayout(directory.path)
+    directory, _ = RunDirectory.resume(resume_directory, started_at_s=now_s, config=config)
+    layout = ProcessLayout(directory.root)
     return directory, layout, next_incarnation(layout)
 
 
 def _finish(directory: RunDirectory, layout: ProcessLayout, end: RunEnd, *, as_json: bool) -> None:
-    resume = f"rollmill train --resume {directory.path}"
+    resume = f"rollmill train --resume {directory.root}"
     failure = end.failure
     if layout.store.exists() and layout.preflight.exists():
         summary = write_summary(directory, layout, failure=failure)

@@ -10,13 +10,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import click
 import msgspec
-from rich.console import Console
-from rich.live import Live
-
-from rollmill.telemetry.files import to_json
-from rollmill.telemetry.live import render_live, step_line
+from rollmill.telemetry.live import LiveView, choose_mode
 from rollmill.telemetry.run_directory import RunDirectory
 
 
@@ -44,51 +39,57 @@ class TrainView:
 
     def __init__(self, directory: RunDirectory, *, as_json: bool) -> None:
         self._directory = directory
-        self._as_json = as_json
         self._metrics = Tail(directory.metrics)
         self._events = Tail(directory.events)
-        self._live: Live | None = None
-        if not as_json and sys.stdout.isatty():
-            self._live = Live(console=Console(), refresh_per_second=4, transient=False)
+        # JSON lines go to stderr, so that stdout holds the one document of the summary.
+        stream = sys.stderr if as_json else sys.stdout
+        self._view = LiveView(mode=choose_mode(json_lines=as_json, stream=stream), stream=stream)
 
     def __enter__(self) -> TrainView:
-        if self._live is not None:
-            self._live.start()
+        self._view.__enter__()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.refresh()
-        if self._live is not None:
-            self._live.stop()
+        self._view.__exit__(kind, error, trace)
 
     def refresh(self) -> None:
         """Show what is new."""
-        if self._live is not None:
-            state = self._state()
-            if state is not None:
-                self._live.update(render_live(state))
-            return
         for event in self._events.new():
-            self._show_event(event)
+            text = sentence_of(event)
+            if text:
+                self._view.message(text, event=event["event"])
         for step in self._metrics.new():
-            # JSON lines go to stderr, so that stdout holds the one document of the summary.
-            click.echo(to_json(step) if self._as_json else step_line(step), err=self._as_json)
-
-    def _show_event(self, event: dict[str, Any]) -> None:
-        if self._as_json:
-            click.echo(to_json(event), err=True)
-        elif event["event"] == "stall":
-            click.echo(f"nothing moved for {event['quiet_s']} s: " + " ".join(event["waits"]))
-        elif event["event"] == "evaluation":
-            click.echo(
-                f"held-out accuracy {event['label']}: {event['accuracy']:.3f} "
-                f"(95 % {event['low']:.3f} to {event['high']:.3f}, n {event['n']})"
-            )
+            self._view.step(step)
+        state = self._state()
+        if state is not None:
+            self._view.update(state)
 
     def _state(self) -> dict[str, Any] | None:
         try:
             return msgspec.json.decode(self._directory.live.read_bytes())
         except (FileNotFoundError, msgspec.DecodeError):
             return None
+
+
+def sentence_of(event: dict[str, Any]) -> str:
+    """Return what a person should read of an event; empty for those that only the file keeps."""
+    match event["event"]:
+        case "stall":
+            return f"nothing moved for {event['quiet_s']} s: " + " ".join(event["waits"])
+        case "evaluation":
+            return (
+                f"held-out accuracy ({event['label']}): {event['accuracy']:.3f}, 95 % interval {event['low']:.3f} to "
+                f"{event['high']:.3f}, {event['n']} problems"
+            )
+        case "preflight":
+            return (
+                f"{event['training_size']} training problems, {event['heldout_size']} held out, "
+                f"longest prompt {event['longest_prompt_tokens']} tokens"
+            )
+        case "alarm":
+            return str(event["message"])
+        case _:
+            return ""

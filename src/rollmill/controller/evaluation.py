@@ -8,28 +8,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Protocol
 
 import msgspec
-import numpy as np
 
 from rollmill.clock import Clock
 from rollmill.environments.protocol import Environment
+from rollmill.environments.rendering import MessageRenderer
 from rollmill.errors import DeadlineExceeded, Fault
-from rollmill.types import GenerateRequest, Message, SamplingParams, Task, Turn, derive_seed, raw_reward_of
+from rollmill.types import GenerateRequest, SamplingParams, Task, Turn, derive_seed, raw_reward_of
 
 Generate = Callable[[GenerateRequest], Awaitable[Turn]]
-
-
-class TextCodec(Protocol):
-    """Messages to ids and ids to text."""
-
-    @property
-    def stop_token_ids(self) -> tuple[int, ...]: ...
-
-    def render(self, messages: Sequence[Message]) -> Sequence[int]: ...
-
-    def decode(self, ids: Sequence[int]) -> str: ...
 
 
 class EvaluationResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,7 +47,7 @@ async def evaluate(
     tasks: Sequence[Task],
     *,
     environment: Environment,
-    codec: TextCodec,
+    renderer: MessageRenderer,
     generate: Generate,
     clock: Clock,
     temperature: float,
@@ -92,14 +80,14 @@ async def evaluate(
                 temperature=temperature,
                 max_new_tokens=max_new_tokens,
                 seed=derive_seed("evaluation", task.task_id),
-                stop_token_ids=codec.stop_token_ids,
+                stop_token_ids=renderer.stop_token_ids,
             )
             answers.append(
                 await _answer(
                     task,
                     request_id=f"{label}/{index}",
                     environment=environment,
-                    codec=codec,
+                    renderer=renderer,
                     generate=generate,
                     sampling=sampling,
                     deadline_s=left_s,
@@ -125,7 +113,7 @@ async def _answer(
     *,
     request_id: str,
     environment: Environment,
-    codec: TextCodec,
+    renderer: MessageRenderer,
     generate: Generate,
     sampling: SamplingParams,
     deadline_s: float,
@@ -133,7 +121,7 @@ async def _answer(
     observation = environment.reset(task)
     request = GenerateRequest(
         request_id=request_id,
-        prompt_ids=np.asarray(codec.render(observation.messages), dtype=np.int32),
+        prompt_ids=renderer.prompt_ids(observation.messages),
         sampling=sampling,
         deadline_s=deadline_s,
     )
@@ -141,7 +129,7 @@ async def _answer(
         turn = await generate(request)
     except Fault:
         return None, None
-    outcome = await environment.score(task, reply=codec.decode(turn.output_ids.tolist()))
+    outcome = await environment.score(task, reply=renderer.text(turn.output_ids))
     return raw_reward_of(outcome), turn
 
 

@@ -16,7 +16,10 @@ from rollmill.buffer.protocol import SampleStore, StepRecord
 from rollmill.clock import Clock
 from rollmill.config.schema import RollmillConfig
 from rollmill.controller.evaluation import EvaluationResult
+from rollmill.errors import DataError
 from rollmill.scheduling.core import Scheduler
+from rollmill.telemetry.bound import bound_sentence
+from rollmill.telemetry.files import JsonLines, append_jsonl, write_json_atomic
 from rollmill.telemetry.interval import proportion
 from rollmill.telemetry.run_directory import RunDirectory
 from rollmill.types import FilterVerdict, Group, Rollout, raw_reward_of
@@ -44,24 +47,27 @@ def statistics_of(group: Group) -> GroupStatistics:
 
 
 def evaluation_record(result: EvaluationResult) -> dict[str, Any]:
-    """Return the JSON form of an evaluation, with its 95 % Wilson interval."""
-    estimate = proportion(result.correct, result.n)
-    return {
-        "accuracy": estimate.value,
-        "low": estimate.low,
-        "high": estimate.high,
-        **msgspec.to_builtins(result),
-    }
+    """Return the JSON form of an evaluation, with its 95 % Wilson interval.
+
+    Raises:
+        DataError: if no held-out problem got a verdict.
+    """
+    if result.n == 0:
+        raise DataError(
+            f"none of {result.unscored} held-out problems got a verdict. The scorer or the generator failed for all of "
+            "them; events.jsonl and the logs say how."
+        )
+    return {**msgspec.to_builtins(result), **proportion(result.correct, result.n).as_dict()}
 
 
-def readable_rollout(rollout: Rollout, *, advantage: float, in_loss: bool, decode: Callable[[Sequence[int]], str]) -> dict[str, Any]:
+def readable_rollout(rollout: Rollout, *, advantage: float, in_loss: bool, decode: Callable[[np.ndarray], str]) -> dict[str, Any]:
     """Return a rollout as a person wants to read it."""
     return {
         "rollout_id": rollout.rollout_id,
         "group_id": rollout.group_id,
         "task_id": rollout.task.task_id,
         "question": rollout.task.messages[-1].content,
-        "answer": " ".join(decode(turn.output_ids.tolist()) for turn in rollout.turns),
+        "answer": " ".join(decode(turn.output_ids) for turn in rollout.turns),
         "reference": rollout.task.reference,
         "outcome": msgspec.to_builtins(rollout.outcome),
         "advantage": round(float(advantage), 6),
@@ -89,13 +95,16 @@ class RunReporter:
         directory: RunDirectory,
         store: SampleStore,
         clock: Clock,
-        decode: Callable[[Sequence[int]], str],
+        decode: Callable[[np.ndarray], str],
     ) -> None:
         self._config = config
         self._directory = directory
         self._store = store
         self._clock = clock
         self._decode = decode
+        self._events: JsonLines = append_jsonl(directory.events)
+        self._metrics: JsonLines = append_jsonl(directory.metrics)
+        self._rollouts: JsonLines = append_jsonl(directory.rollouts)
         self._started_s = clock.now_s()
         self._groups: dict[str, GroupStatistics] = {}
         self._closed_since_step: list[GroupStatistics] = []
@@ -109,7 +118,7 @@ class RunReporter:
     def event(self, kind: str, **fields: object) -> None:
         """Append a line to events.jsonl; stalls and evaluations also become the live view's message."""
         record = {"at_wall_s": round(self._clock.wall_s(), 3), "event": kind, **fields}
-        self._directory.append(self._directory.events, record)
+        self._events.append(record)
         if kind == "stall":
             self._message = f"nothing moved for {fields['quiet_s']} s: " + " ".join(map(str, fields["waits"]))  # type: ignore[arg-type]
 
@@ -120,7 +129,7 @@ class RunReporter:
         self._closed_since_step.append(statistics)
         for rollout, advantage, in_loss in zip(group.rollouts, group.advantages, group.in_loss, strict=True):
             line = readable_rollout(rollout, advantage=advantage, in_loss=in_loss, decode=self._decode)
-            self._directory.append(self._directory.rollouts, line)
+            self._rollouts.append(line)
 
     def step(self, row: int, record: StepRecord) -> None:
         """Write the metrics of an optimizer step."""
@@ -129,6 +138,7 @@ class RunReporter:
         wait_s = record.seconds.get("wait_data", 0.0)
         line = {
             "step": record.optimizer_step,
+            "steps": self._config.run.steps,
             "policy_version": record.policy_version,
             "batch_id": record.batch_id,
             "samples": sum(len(group.rewards) for group in trained),
@@ -144,7 +154,7 @@ class RunReporter:
             "finished_at_s": round(record.finished_at_s, 3),
             **{name: round(value, 6) for name, value in record.metrics.items()},
         }
-        self._directory.append(self._directory.metrics, line)
+        self._metrics.append(line)
         self._last_step = line
         self._recent_step_s.append(sum(record.seconds.values()))
         for cause, seconds in record.seconds.items():
@@ -168,7 +178,7 @@ class RunReporter:
 
     def refresh(self, scheduler: Scheduler) -> None:
         """Write live.json from the newest figures."""
-        self._directory.write_live(self.live_state(scheduler))
+        write_json_atomic(self._directory.live, self.live_state(scheduler))
 
     def live_state(self, scheduler: Scheduler) -> dict[str, Any]:
         """Return the state that `rollmill.telemetry.live` renders."""
@@ -177,6 +187,7 @@ class RunReporter:
         step_s = _mean(list(self._recent_step_s))
         last = self._last_step
         return {
+            "run": self._config.run.name,
             "step": view.optimizer_step,
             "steps": steps,
             "reward_mean": last.get("reward_mean"),
@@ -191,7 +202,7 @@ class RunReporter:
             "buffered": view.buffered,
             "seconds": {"trainer": self._trainer_seconds, "generator": dict(self._replica_seconds)},
             "bound_by": view.bound_by,
-            "bound_sentence": view.bound_sentence,
+            "bound_sentence": bound_sentence(view.bound_by),
             "elapsed_s": self._clock.now_s() - self._started_s,
             "eta_s": None if step_s is None else step_s * (steps - view.optimizer_step),
             "train_time_s": last.get("train_time_s"),

@@ -61,6 +61,8 @@ from rollmill.scheduling.instructions import (
 from rollmill.types import FilterVerdict, Group, Rollout, derive_seed
 from rollmill.weights.protocol import ModelRepository
 
+TICK_S = 1.0
+
 RunRollout = Callable[[StartRollout], Awaitable[Rollout]]
 LoadReplica = Callable[[str, int], Awaitable[None]]
 
@@ -125,6 +127,7 @@ class Controller:
         reporter: Reporter,
         stored_groups: set[str],
         last_step_row: int = 0,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
         self.config = config
         self.scheduler = scheduler
@@ -140,6 +143,7 @@ class Controller:
         self._reporter = reporter
         self._stored = stored_groups
         self._last_step_row = last_step_row
+        self._sleep = sleep
         self._optimizer_steps: dict[int, int] = {}
         self._open_groups: dict[str, dict[str, Rollout]] = {}
         self._task_indices: dict[str, int] = {}
@@ -355,7 +359,7 @@ class Controller:
 
     async def _tick(self) -> None:
         while True:
-            await asyncio.sleep(1.0)
+            await self._sleep(TICK_S)
             self.look()
             now_s = self._clock.now_s()
             self.inbox.put(Tick(at_s=now_s))

@@ -6,73 +6,102 @@ from pathlib import Path
 from typing import Any
 
 from rollmill.buffer.sqlite import SqliteStore
+from rollmill.config.explain import explain
 from rollmill.config.load import load_config
 from rollmill.controller.translate import scheduler_settings
 from rollmill.ledger.seconds import SecondsReport, merge_reports
 from rollmill.runtime.failure import FailureRecord
 from rollmill.runtime.fold import fold
 from rollmill.runtime.incarnation import Incarnation, Preflight, ProcessSeconds, Segment, read_record
-from rollmill.runtime.layout import ProcessLayout
+from rollmill.runtime.layout import CONTROLLER, ProcessLayout
+from rollmill.telemetry.files import write_json_atomic
 from rollmill.telemetry.run_directory import RunDirectory
 from rollmill.telemetry.summary import build_summary
+
+TEARDOWN_LIMIT_S = 5.0
+"""A process that closed its books ends within this time; more means seconds that nobody booked."""
 
 
 def write_summary(directory: RunDirectory, layout: ProcessLayout, *, failure: FailureRecord | None) -> dict[str, Any]:
     """Build the summary, write `summary.json`, return it.
 
     Raises:
-        InvariantViolation: if the books do not balance.
+        RunDirectoryError: if a record of the run is missing or damaged.
     """
-    config = load_config(layout.run_directory / "config.toml").config
+    loaded = load_config(directory.config_toml)
     preflight = read_record(layout.preflight, Preflight)
     segments = read_all(layout.processes, "segment.*.json", Segment)
+    settings = scheduler_settings(loaded.config, training_size=preflight.training_size)
     store = SqliteStore(layout.store)
     try:
-        books = fold(store, scheduler_settings(config, training_size=preflight.training_size))
-        view = books.scheduler.view()
+        view = fold(store, settings, include_unheard=True).scheduler.view()
         records = [record for _, record in store.steps()]
-        notes = {label: store.note(f"eval:{label}") for label in ("before", "after")}
+        before, after = store.note("eval:before"), store.note("eval:after")
         finish_reason = store.note("finish_reason")
     finally:
         store.close()
-    wall_s = sum(segment.wall_s for segment in segments)
-    trained_tokens = sum(record.metrics.get("loss_tokens", 0.0) for record in records)
+    reports = process_seconds(layout, segments)
+    # The controller's seconds are of no interest: it never limits and does one thing.
+    reports.pop(CONTROLLER, None)
     summary = build_summary(
-        run=directory.path.name,
-        reason=_reason(finish_reason, failure),
-        resume=f"rollmill train --resume {directory.path}",
-        view=view,
+        run=str(directory.root),
+        reason="failed" if failure is not None else finish_reason or "stopped",
+        resume=_resume_command(directory, view.optimizer_step, total=loaded.config.run.steps, reason=finish_reason),
         steps=view.optimizer_step,
-        total_steps=config.run.steps,
-        staleness_budget=config.schedule.max_staleness,
-        evaluation=notes,
-        wall_s=wall_s,
+        wall_s=sum(segment.wall_s for segment in segments),
         cpu_s=sum(segment.cpu_s for segment in segments),
+        eval_before=before,
+        eval_after=after,
+        rollouts=view.rollouts(),
+        seconds={owner: report.seconds for owner, report in reports.items()},
+        seconds_wall_s={owner: report.wall_s for owner, report in reports.items()},
+        staleness_mean=view.staleness_mean if records else None,
+        staleness_max=view.staleness_max if records else None,
+        staleness_budget=loaded.config.schedule.max_staleness,
+        useful_tokens=int(sum(record.metrics.get("loss_tokens", 0.0) for record in records)),
         peak_memory_bytes=max((segment.peak_memory_bytes for segment in segments), default=0),
-        seconds=process_seconds(layout, segments),
-        useful_tokens_per_s=trained_tokens / wall_s if wall_s > 0 else 0.0,
-        incarnations=read_record(layout.incarnation, Incarnation).number,
-        failure=failure,
+        bound_by=view.bound_most,
+        bound_seconds=view.seconds_bound,
+        settings={row.key: row.value for row in explain(loaded)},
+        extra={
+            "incarnations": read_record(layout.incarnation, Incarnation).number,
+            "failure": None if failure is None else {"process": failure.process, "code": failure.code},
+        },
     )
-    directory.write_summary(summary)
+    write_json_atomic(directory.summary, summary)
     return summary
 
 
 def process_seconds(layout: ProcessLayout, segments: list[Segment]) -> dict[str, SecondsReport]:
-    """Return the seconds ledger of each process over all incarnations.
+    """Return the seconds of each process over all incarnations, against the supervisor's measure of its life.
 
-    A process that was killed left no closed book: its unbooked seconds are named `lost`. The supervisor's own measure of
-    the process's life is the wall time, so that the sum is checked against somebody else's clock.
+    A process that closed its books is checked: its causes must sum to its own wall time, and what the supervisor saw
+    beyond that is `teardown`, at most TEARDOWN_LIMIT_S. A process that was killed left no closed book: what it had not
+    booked is `lost`.
+
+    Raises:
+        InvariantViolation: if a book does not balance.
     """
     reports: dict[str, list[SecondsReport]] = {}
     for segment in segments:
         for process, wall_s in segment.process_wall_s.items():
             path = layout.seconds(process, incarnation=segment.number)
-            seconds = dict(read_record(path, ProcessSeconds).seconds) if path.exists() else {}
-            cause = "teardown" if path.exists() else "lost"
-            seconds[cause] = wall_s - sum(seconds.values())
-            reports.setdefault(process, []).append(SecondsReport(owner=process, wall_s=wall_s, seconds=seconds))
+            book = read_record(path, ProcessSeconds) if path.exists() else None
+            report = _of_life(process, book, wall_s=wall_s)
+            report.validate()
+            reports.setdefault(process, []).append(report)
     return {process: merge_reports(parts) for process, parts in reports.items()}
+
+
+def _of_life(process: str, book: ProcessSeconds | None, *, wall_s: float) -> SecondsReport:
+    if book is None:
+        return SecondsReport(owner=process, wall_s=wall_s, seconds={"lost": wall_s})
+    own_wall_s = book.closed_at_s - book.spawned_at_s
+    own = SecondsReport(owner=process, wall_s=own_wall_s, seconds=book.seconds)
+    own.validate()
+    rest_s = wall_s - own_wall_s
+    cause = "teardown" if book.final and rest_s <= TEARDOWN_LIMIT_S else "lost"
+    return SecondsReport(owner=process, wall_s=wall_s, seconds={**book.seconds, cause: rest_s})
 
 
 def read_all(folder: Path, pattern: str, kind: type[Any]) -> list[Any]:
@@ -80,7 +109,7 @@ def read_all(folder: Path, pattern: str, kind: type[Any]) -> list[Any]:
     return [read_record(path, kind) for path in sorted(folder.glob(pattern))]
 
 
-def _reason(finish_reason: str | None, failure: FailureRecord | None) -> str:
-    if failure is not None:
-        return f"failed: {failure.process}: {failure.code}"
-    return finish_reason or "killed"
+def _resume_command(directory: RunDirectory, step: int, *, total: int, reason: str | None) -> str | None:
+    if reason == "end_of_data" or step >= total:
+        return None
+    return f"rollmill train --resume {directory.root}"

@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable
 
 import msgspec
 
-from rollmill.buffer.doorbell import Doorbell
+from rollmill.buffer.doorbell import Doorbell, ring
 from rollmill.buffer.sqlite import SqliteStore
 from rollmill.clock import SystemClock
 from rollmill.config.schema import RollmillConfig
@@ -28,8 +28,8 @@ from rollmill.controller.translate import scheduler_settings
 from rollmill.environments.load import load_environment
 from rollmill.environments.protocol import Environment
 from rollmill.environments.rendering import Renderer, check_lengths
-from rollmill.environments.single_turn import run_rollout
-from rollmill.errors import DeadlineExceeded, ModelError, RollmillError, RunDirectoryError
+from rollmill.environments.single_turn import OverlongPolicy, RolloutSpec, run_rollout
+from rollmill.errors import DeadlineExceeded, EngineDead, ModelError
 from rollmill.generator.client import GeneratorClient
 from rollmill.runtime.fold import Books, fold
 from rollmill.runtime.incarnation import Preflight, ProcessSeconds, read_record, write_record
@@ -39,8 +39,9 @@ from rollmill.runtime.threads import process_environment
 from rollmill.scheduling.core import Scheduler
 from rollmill.scheduling.events import ReplicaJoined, RunResumed, RunStarted
 from rollmill.scheduling.instructions import StartRollout
+from rollmill.scheduling.settings import SchedulerSettings
 from rollmill.telemetry.run_directory import RunDirectory
-from rollmill.types import Rollout, SamplingParams, Task, derive_seed
+from rollmill.types import Rollout, SamplingParams, Task
 from rollmill.weights.repository import LocalModelRepository
 
 PREPARE_DEADLINE_S = 600.0
@@ -88,7 +89,7 @@ class _Run:
         self.config: RollmillConfig = context.config
         self.layout = context.layout
         self.clock = SystemClock()
-        self.directory = RunDirectory(self.layout.run_directory)
+        self.directory = RunDirectory.open(self.layout.run_directory)
         self.clients: dict[str, GeneratorClient] = {}
         self.replicas = ReplicaSet()
         self.stopping = asyncio.Event()
@@ -104,7 +105,7 @@ class _Run:
             keep_versions=self.config.weights.keep_versions,
         )
         self.reporter = RunReporter(
-            config=self.config, directory=self.directory, store=store, clock=self.clock, decode=renderer.decode
+            config=self.config, directory=self.directory, store=store, clock=self.clock, decode=renderer.text
         )
         loop = asyncio.get_running_loop()
         try:
@@ -113,7 +114,9 @@ class _Run:
                 self._rung = asyncio.Event()
                 loop.add_reader(bell.fileno(), self._on_bell, bell)
                 self._announce(preflight)
-                books = fold(store, scheduler_settings(self.config, training_size=preflight.training_size))
+                books = fold(store, self._settings(preflight))
+                self._new_run = books.events == 0
+                self._scheduler_settings = self._settings(preflight)
                 self.controller = self._controller(store, repository, books)
                 await self._run(store, repository)
                 loop.remove_reader(bell.fileno())
@@ -133,8 +136,8 @@ class _Run:
             self.config.environment, run_seed=self.config.run.seed, system_prompt=self.config.model.system_prompt
         )
         longest = check_lengths(
-            environment,
             renderer,
+            (*environment.heldout(), *(environment.task_at(index) for index in range(environment.training_size()))),
             max_model_len=self.config.generator.max_model_len,
             max_new_tokens=self.config.sampling.max_new_tokens,
         )
@@ -148,17 +151,13 @@ class _Run:
         return environment, renderer, preflight
 
     def _announce(self, preflight: Preflight) -> None:
-        identity_file = self.layout.processes / "data_identity"
-        if identity_file.exists() and identity_file.read_text() != preflight.data_identity:
-            raise RunDirectoryError(
-                f"the data set of this run directory has the identity {identity_file.read_text()[:12]}, the configured one "
-                f"{preflight.data_identity[:12]}. Its options, pool or split changed, or another version of the package "
-                "generates other problems. Restore them, or start a new run under another run.name."
-            )
-        identity_file.write_text(preflight.data_identity)
+        self.directory.check_data(preflight.data_identity)
         write_record(self.layout.preflight, preflight)
         self.reporter.event("preflight", **msgspec.to_builtins(preflight))
-        Doorbell.ring(self.layout.run_directory, SUPERVISOR)
+        ring(self.layout.run_directory, SUPERVISOR)
+
+    def _settings(self, preflight: Preflight) -> SchedulerSettings:
+        return scheduler_settings(self.config, training_size=preflight.training_size)
 
     def _controller(self, store: SqliteStore, repository: LocalModelRepository, books: Books) -> Controller:
         return Controller(
@@ -169,7 +168,7 @@ class _Run:
             clock=self.clock,
             run_rollout=self._rollout,
             load_replica=self._load_replica,
-            ring_trainer=lambda: Doorbell.ring(self.layout.run_directory, TRAINER),
+            ring_trainer=lambda: ring(self.layout.run_directory, TRAINER),
             reporter=self.reporter,
             stored_groups=books.stored_groups,
             last_step_row=books.last_step_row,
@@ -194,19 +193,17 @@ class _Run:
         async with asyncio.TaskGroup() as tasks:
             run = tasks.create_task(controller.run(), name="controller")
             helpers = [
-                tasks.create_task(self._stop_on_signal(), name="stop"),
-                tasks.create_task(self._poll_status(), name="status"),
                 tasks.create_task(self._evaluate_during(store), name="evaluation"),
+                tasks.create_task(self._poll_status(), name="status"),
             ]
+            helpers.append(tasks.create_task(self._stop_on_signal(helpers[0]), name="stop"))
             reason = await run
             self.reporter.event("finished", reason=reason)
             store.set_note("finish_reason", reason)
             store.set_note("phase", "stopping" if reason == "stopped" else "finishing")
-            Doorbell.ring(self.layout.run_directory, TRAINER)
-            if reason == "stopped":
-                helpers[2].cancel()
-            else:
-                await helpers[2]
+            ring(self.layout.run_directory, TRAINER)
+            if reason != "stopped":
+                await helpers[0]
             await self._finish(store, repository, evaluate_at_end=reason != "stopped")
             for helper in helpers:
                 helper.cancel()
@@ -231,9 +228,10 @@ class _Run:
         incarnation, now_s = self.context.incarnation, self.clock.now_s()
         for manifest in repository.manifests():
             controller.know_version(manifest.policy_version, optimizer_step=manifest.optimizer_step)
-        if incarnation.number == 1:
+        if self._new_run:
             event: RunStarted | RunResumed = RunStarted(
-                at_s=now_s, history_id=incarnation.history_id, optimizer_step=0, policy_version=version
+                at_s=now_s, history_id=incarnation.history_id, optimizer_step=0, policy_version=version,
+                settings=self._scheduler_settings,
             )
         else:
             event = RunResumed(
@@ -244,6 +242,7 @@ class _Run:
                 trained_group_ids=incarnation.trained_group_ids,
                 abandoned_above=min(incarnation.abandoned_versions, default=version) - 1,
                 abandoned_group_ids=abandoned_groups(store, versions=frozenset(incarnation.abandoned_versions)),
+                settings=self._scheduler_settings,
             )
         controller.inbox.put(event)
 
@@ -267,47 +266,67 @@ class _Run:
             self.reporter.event("replica_joined", replica_id=name, policy_version=status.policy_version)
 
     async def _rollout(self, instruction: StartRollout) -> Rollout:
+        schedule = self.config.schedule
         return await run_rollout(
-            instruction,
+            self._spec(instruction),
             environment=self.environment,
             renderer=self.renderer,
             generate=self.replicas.generate,
-            sampling=self._sampling(instruction),
-            schedule=self.config.schedule,
-            request_deadline_s=self.config.generator.request_deadline_s,
             clock=self.clock,
+            overlong=OverlongPolicy(
+                mode=schedule.overlong,
+                buffer_tokens=schedule.overlong_buffer_tokens,
+                penalty=schedule.overlong_penalty,
+            ),
+            request_deadline_s=self.config.generator.request_deadline_s,
         )
 
-    def _sampling(self, instruction: StartRollout) -> SamplingParams:
+    def _spec(self, instruction: StartRollout) -> RolloutSpec:
         sampling = self.config.sampling
-        return SamplingParams(
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            max_new_tokens=sampling.max_new_tokens,
-            seed=derive_seed(self.config.run.seed, instruction.group_id, instruction.sibling),
-            stop_token_ids=self.renderer.stop_token_ids,
+        return RolloutSpec(
+            rollout_id=instruction.rollout_id,
+            group_id=instruction.group_id,
+            sibling=instruction.sibling,
+            attempt=instruction.attempt,
+            task=self.environment.task_at(instruction.task_index),
+            run_seed=self.config.run.seed,
+            sampling=SamplingParams(
+                temperature=sampling.temperature,
+                top_p=sampling.top_p,
+                top_k=sampling.top_k,
+                max_new_tokens=sampling.max_new_tokens,
+            ),
         )
 
     async def _load_replica(self, replica_id: str, policy_version: int) -> None:
         await self.clients[replica_id].load_weights(policy_version, deadline_s=self.config.generator.load_deadline_s)
 
-    async def _stop_on_signal(self) -> None:
+    async def _stop_on_signal(self, evaluation: asyncio.Task[None]) -> None:
         await self.stopping.wait()
+        # An evaluation holds weight loads back; a clean stop does not wait for it.
+        evaluation.cancel()
         self.controller.request_stop("the user asked for it")
 
     async def _poll_status(self) -> None:
-        """Read the replicas' own books for the live view; a dead replica shows elsewhere, by its pidfd."""
+        """Read the replicas' own books for the live view; a replica that lost its engine ends the run with its reason.
+
+        Raises:
+            EngineDead: naming the replica and why it cannot serve.
+        """
         while True:
             await asyncio.sleep(STATUS_EVERY_S)
             total: dict[str, float] = {}
-            tokens = 0
-            for client in self.clients.values():
-                with contextlib.suppress(RollmillError):
+            tokens, lost = 0, ""
+            for name, client in self.clients.items():
+                # A replica whose process died shows at the supervisor, with its first error.
+                with contextlib.suppress(EngineDead, DeadlineExceeded):
                     status = await client.status()
+                    lost = f"{name} is {status.state}: {status.reason}. Its log has more." if status.lost else lost
                     tokens += status.output_tokens
                     for cause, seconds in status.seconds.items():
                         total[cause] = total.get(cause, 0.0) + seconds
+            if lost:
+                raise EngineDead(lost)
             self.reporter.replica_seconds(total)
             if tokens != getattr(self, "_tokens_seen", 0):
                 self._tokens_seen = tokens
@@ -405,7 +424,7 @@ async def run_evaluation(
     return await evaluate(
         tasks,
         environment=environment,
-        codec=renderer,
+        renderer=renderer,
         generate=generate,  # type: ignore[arg-type]
         clock=clock,
         temperature=settings.temperature,

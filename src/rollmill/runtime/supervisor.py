@@ -36,7 +36,7 @@ from rollmill.runtime.incarnation import Incarnation, Segment, write_record
 from rollmill.runtime.layout import CONTROLLER, SUPERVISOR, TRAINER, ProcessLayout, replica_name
 from rollmill.runtime.process import PARENT_VARIABLE, SPAWNED_VARIABLE
 from rollmill.runtime.threads import process_environment
-from rollmill.telemetry.memory import sum_of_pss
+from rollmill.telemetry.memory import memory_of, tree_of
 
 PREFLIGHT_DEADLINE_S = 900.0
 KILL_AFTER_S = 3.0
@@ -271,7 +271,7 @@ class Supervisor:
     def _measure(self, *, ended: str) -> None:
         now_s = self._clock.now_s()
         alive = [child.process.pid for child in self._children.values() if child.wall_s is None]
-        self._peak_memory_bytes = max(self._peak_memory_bytes, sum_of_pss([os.getpid(), *alive]))
+        self._peak_memory_bytes = max(self._peak_memory_bytes, memory_of(tree_of()).total_bytes)
         segment = Segment(
             number=self._incarnation.number,
             started_wall_s=self._started_wall_s,
