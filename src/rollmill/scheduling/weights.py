@@ -1,0 +1,58 @@
+"""Which replica loads which version. Newest only: a version that was overtaken is skipped; one load per replica."""
+
+from __future__ import annotations
+
+from rollmill.errors import InvariantViolation
+from rollmill.scheduling.events import WeightsLoaded, WeightsPublished
+from rollmill.scheduling.failures import refresh_replicas
+from rollmill.scheduling.instructions import LoadWeights
+from rollmill.scheduling.state import State
+
+
+def on_weights_published(state: State, event: WeightsPublished) -> None:
+    """Remember the version and have older replicas load it."""
+    register_version(state, policy_version=event.policy_version, optimizer_step=event.optimizer_step)
+    request_loads(state)
+
+
+def register_version(state: State, *, policy_version: int, optimizer_step: int) -> None:
+    """Note which optimizer step a version carries."""
+    state.step_of_version[policy_version] = optimizer_step
+    if policy_version > state.newest_version:
+        state.newest_version = policy_version
+        state.newest_since_s = state.now_s
+
+
+def on_weights_loaded(state: State, event: WeightsLoaded) -> None:
+    """A replica serves another version; the loaded step follows, and a newer version may be due."""
+    replica = state.replicas.get(event.replica_id)
+    if replica is None:
+        # It left while it loaded; it joins anew with the version it serves.
+        return
+    check_version(state, event.policy_version, who=event.replica_id)
+    replica.policy_version = event.policy_version
+    replica.loading = None
+    refresh_replicas(state)
+    request_loads(state)
+
+
+def request_loads(state: State) -> None:
+    """Ask every replica that is behind and not loading already to load the newest version."""
+    for replica in state.replicas.values():
+        if replica.loading is None and replica.policy_version < state.newest_version:
+            replica.loading = state.newest_version
+            replica.loading_since_s = state.now_s
+            state.out.append(LoadWeights(replica_id=replica.replica_id, policy_version=state.newest_version))
+
+
+def check_version(state: State, policy_version: int, *, who: str) -> None:
+    """Refuse a version that was never published to this core.
+
+    Raises:
+        InvariantViolation: with the version and the newest known one.
+    """
+    if policy_version not in state.step_of_version:
+        raise InvariantViolation(
+            f"replica {who} serves policy version {policy_version}, which was never published to the scheduling core "
+            f"(newest known: {state.newest_version}). The shell must report WeightsPublished first."
+        )
