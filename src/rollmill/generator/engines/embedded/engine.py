@@ -1,0 +1,346 @@
+"""The embedded engine: one worker thread around `EngineCore`, with async methods in front.
+
+| who | waits for | woken by | gives up after |
+|---|---|---|---|
+| worker thread | commands, or a request deadline | a command (condition) | never; it ends with `close` or with its first error |
+| caller of `generate` | its turn | the worker | the request's own deadline |
+| caller of any other method | the end of the step that runs | the worker | the caller's own timeout |
+
+Decides nothing about batching; that is the core's. No method polls or sleeps.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+import torch
+
+from rollmill.clock import Clock
+from rollmill.errors import EngineDead, EngineError
+from rollmill.generator.engines.embedded.core import EngineCore
+from rollmill.generator.engines.embedded.model import ServedModel
+from rollmill.generator.engines.embedded.sequence import Sequence, check_request
+from rollmill.generator.engines.meter import SecondsMeter
+from rollmill.generator.engines.protocol import EngineInfo, EngineLoad, KvPolicy, PauseMode, UpdateReport
+from rollmill.types import GenerateRequest, Turn
+
+R = TypeVar("R")
+
+CAPABILITIES = (
+    "abort",
+    "group_prefill",
+    "kv_keep",
+    "kv_recompute",
+    "pause_abort",
+    "pause_drain",
+    "pause_keep",
+    "prefix_cache",
+    "score",
+    "top_k",
+    "top_p",
+    "version_spans",
+)
+
+
+class EmbeddedEngine:
+    """Continuous batching over unmodified transformers modules on this process's CPU.
+
+    Args:
+        path: local Hugging Face directory; its configuration is read, its weights are not.
+        dtype: `float32` or `bfloat16`.
+        tensors: the first weights.
+        policy_version: their publication number.
+        digest: their digest.
+        max_slots: sequences decoded at once.
+        max_model_len: longest prompt plus output, tokens.
+        clock: deadlines, timings and the seconds ledger.
+        prefill_tokens: most prompt tokens computed between two decode steps.
+        before_step: called on the worker thread before each step; an exception from it kills the engine. For fault
+            injection and for tests that hold the engine between two steps.
+
+    Raises:
+        ModelError: if the architecture cannot be served.
+        WeightError: if the tensors do not fit it.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        dtype: str,
+        tensors: Mapping[str, torch.Tensor],
+        policy_version: int,
+        digest: str,
+        max_slots: int,
+        max_model_len: int,
+        clock: Clock,
+        prefill_tokens: int = 512,
+        before_step: Callable[[], None] | None = None,
+    ) -> None:
+        self._clock = clock
+        self._meter = SecondsMeter(clock, cause="startup")
+        model = ServedModel(path, dtype=getattr(torch, dtype), tensors=tensors)
+        self._core = EngineCore(
+            model,
+            policy_version=policy_version,
+            digest=digest,
+            max_slots=max_slots,
+            max_model_len=min(max_model_len, model.context_len),
+            prefill_tokens=prefill_tokens,
+            clock=clock,
+            meter=self._meter,
+        )
+        self._before_step = before_step
+        self._wake = threading.Condition()
+        self._commands: deque[Callable[[], None]] = deque()
+        self._pending: set[Future] = set()
+        self._drains: list[Future[None]] = []
+        self._cause: BaseException | None = None
+        self._closing = False
+        self._ended: Future[None] = Future()
+        self._thread = threading.Thread(target=self._run, name="rollmill-engine", daemon=True)
+        self._thread.start()
+
+    # -- engine protocol
+
+    def info(self) -> EngineInfo:
+        """Return what this engine is and can do."""
+        core, model = self._core, self._core.model
+        return EngineInfo(
+            kind="embedded",
+            model=model.name,
+            dtype=str(model.dtype).removeprefix("torch."),
+            vocabulary_size=model.vocabulary_size,
+            max_model_len=core.max_model_len,
+            max_slots=core.max_slots,
+            kv_bytes=core.kv_bytes,
+            capabilities=CAPABILITIES,
+            policy_version=core.policy_version,
+            digest=core.digest,
+        )
+
+    async def generate(self, request: GenerateRequest) -> Turn:
+        """Return the finished or aborted turn.
+
+        Raises:
+            DataError: if the prompt or its parameters do not fit.
+            EngineError: if the id is in use or the engine is dirty.
+            EngineDead: if the worker thread has ended, with its first error as the cause.
+
+        Cancellation:
+            aborts the request and frees its KV at the next step.
+        """
+        core = self._core
+        check_request(request, vocabulary_size=core.model.vocabulary_size, max_model_len=core.max_model_len)
+        turn: Future[Turn] = Future()
+
+        def deliver(result: Turn | Exception) -> None:
+            self._settle(turn, result)
+
+        sequence = Sequence(request, max_model_len=core.max_model_len, now_s=self._clock.now_s(), deliver=deliver)
+
+        def submit() -> None:
+            try:
+                core.submit(sequence)
+            except EngineError as error:
+                deliver(error)
+
+        self._post(submit, turn)
+        try:
+            return await asyncio.wrap_future(turn)
+        except asyncio.CancelledError:
+            self._post(lambda: core.abort_one(sequence), None)
+            raise
+
+    async def abort(self, request_id: str) -> bool:
+        """Abort exactly this request; its KV is free when this returns."""
+        return await self._call(lambda: self._core.abort(request_id))
+
+    async def pause(self, mode: PauseMode) -> None:
+        """Return when no further token can be produced; idempotent.
+
+        `keep` freezes requests, `abort` ends them with what they have, `drain` lets those in the batch finish while
+        waiting ones stay queued.
+        """
+        if mode != "drain":
+            await self._call(lambda: self._pause_now(abort=mode == "abort"))
+            return
+        drained: Future[None] = Future()
+        self._post(lambda: self._begin_drain(drained), drained)
+        await asyncio.wrap_future(drained)
+
+    async def update(
+        self, tensors: Mapping[str, torch.Tensor], *, policy_version: int, digest: str, kv: KvPolicy
+    ) -> UpdateReport:
+        """Swap the weights; only while paused; all or nothing; a repeated version is a no-op.
+
+        Raises:
+            EngineError: if not paused, if the version does not rise, or if copying failed half way (the engine is dirty
+                then and serves nothing until a later version loads).
+            WeightError: if names, shapes or dtypes do not fit; nothing was changed.
+        """
+        return await self._call(lambda: self._core.update(tensors, policy_version=policy_version, digest=digest, kv=kv))
+
+    async def resume(self) -> None:
+        """Produce tokens again; idempotent."""
+        await self._call(self._resume_now)
+
+    async def flush(self) -> None:
+        """No later request hits KV made before this call."""
+        await self._call(self._core.flush)
+
+    async def score(self, token_ids: np.ndarray) -> np.ndarray:
+        """Return float32 [n - 1] log-probs under temperature 1; works while paused."""
+        return await self._call(lambda: self._score_now(token_ids))
+
+    def load(self) -> EngineLoad:
+        """Return how busy the engine is and where its seconds went."""
+        core = self._core
+        wall_s, seconds = self._meter.read()
+        return EngineLoad(
+            running=len(core.running),
+            waiting=len(core.waiting),
+            kv_used_tokens=core.kv_used_tokens,
+            kv_capacity_tokens=core.max_slots * core.max_model_len,
+            paused=core.paused,
+            policy_version=core.policy_version,
+            output_tokens=core.output_tokens,
+            prefill_tokens=core.prefill_tokens,
+            cached_tokens=core.cached_tokens,
+            wall_s=wall_s,
+            seconds=seconds,
+        )
+
+    def healthy(self) -> bool:
+        """Return whether requests can be served: the thread lives and the weights are whole."""
+        return self._cause is None and not self._closing and self._core.dirty_reason is None
+
+    async def close(self) -> None:
+        """End all requests with what they have, then the worker thread; idempotent."""
+        with self._wake:
+            self._closing = True
+            self._wake.notify()
+        await asyncio.wrap_future(self._ended)
+
+    # -- handing over to the worker
+
+    async def _call(self, command: Callable[[], R]) -> R:
+        done: Future[R] = Future()
+
+        def run() -> None:
+            try:
+                self._settle(done, command())
+            except Exception as error:  # delivered to the caller whole; the worker goes on
+                self._settle(done, error)
+
+        self._post(run, done)
+        return await asyncio.wrap_future(done)
+
+    def _post(self, command: Callable[[], None], future: Future | None) -> None:
+        """Queue a command; the future fails if the worker is gone or dies before it runs."""
+        with self._wake:
+            if self._ended.done() or self._closing:
+                if future is not None:
+                    raise self._dead()
+                return
+            if future is not None:
+                # A caller that gives up cancels its own asyncio future; this one stays the worker's to settle.
+                future.set_running_or_notify_cancel()
+                self._pending.add(future)
+            self._commands.append(command)
+            self._wake.notify()
+
+    def _settle(self, future: Future, result: object) -> None:
+        with self._wake:
+            if future not in self._pending:
+                return
+            self._pending.discard(future)
+        if isinstance(result, Exception):
+            future.set_exception(result)
+        else:
+            future.set_result(result)
+
+    def _dead(self) -> EngineDead:
+        if self._cause is None:
+            return EngineDead("the embedded engine was closed; start a new one")
+        error = EngineDead(
+            f"the embedded engine's thread ended with {type(self._cause).__name__}: {self._cause}. Its requests are "
+            "lost; restart the generator"
+        )
+        error.__cause__ = self._cause
+        return error
+
+    # -- on the worker thread
+
+    def _run(self) -> None:
+        try:
+            while True:
+                commands = self._next_commands()
+                if commands is None:
+                    break
+                for command in commands:
+                    command()
+                if self._core.has_work() and self._before_step is not None:
+                    self._before_step()
+                self._core.step()
+                self._end_drains()
+        except BaseException as error:  # whatever it was, nobody else would hear of it
+            self._cause = error
+        self._finish()
+
+    def _next_commands(self) -> deque[Callable[[], None]] | None:
+        with self._wake:
+            if not (self._commands or self._closing or self._core.has_work()):
+                self._meter.switch("paused" if self._core.paused else "idle")
+                self._wake.wait(self._core.seconds_to_deadline())
+            if self._closing and not self._commands:
+                return None
+            commands, self._commands = self._commands, deque()
+            return commands
+
+    def _finish(self) -> None:
+        self._meter.switch("idle" if self._cause is None else "dead")
+        if self._cause is None:
+            self._core.abort_all()
+        with self._wake:
+            self._closing = True
+            pending = list(self._pending)
+        for future in pending:
+            self._settle(future, self._dead())
+        self._ended.set_result(None)
+
+    def _pause_now(self, *, abort: bool) -> None:
+        if abort:
+            self._core.abort_all()
+        self._core.pause()
+
+    def _begin_drain(self, drained: Future[None]) -> None:
+        if not self._core.paused:
+            self._core.admission_open = False
+        self._drains.append(drained)
+
+    def _end_drains(self) -> None:
+        core = self._core
+        if not self._drains or not (core.paused or not core.running):
+            return
+        core.pause()
+        for drained in self._drains:
+            self._settle(drained, None)
+        self._drains.clear()
+
+    def _resume_now(self) -> None:
+        self._core.resume()
+        for drained in self._drains:
+            self._settle(drained, EngineError("the engine was resumed before it had drained; pause it again"))
+        self._drains.clear()
+
+    def _score_now(self, token_ids: np.ndarray) -> np.ndarray:
+        self._meter.switch("score")
+        return self._core.score(token_ids)

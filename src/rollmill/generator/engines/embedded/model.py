@@ -1,0 +1,254 @@
+"""Unmodified transformers model: built from its configuration, filled from published tensors, proven before use.
+
+Decides which architectures may be served: those whose every layer is standard causal attention over all positions.
+Anything else is refused by name, and a probe compares the packed forward pass with the model's own before the first
+request, so that an unknown deviation cannot pass silently.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from transformers.initialization import no_init_weights
+
+from rollmill.errors import ModelError, WeightError
+from rollmill.generator.engines.embedded.attention import (
+    ATTENTION_NAME,
+    ForwardPlan,
+    Segment,
+    SlotPool,
+    causal_mask,
+)
+
+_PROBE_TOLERANCE = {torch.float32: 2e-3, torch.bfloat16: 0.5}
+_SOFTCAPS = ("attn_logit_softcapping", "final_logit_softcapping")
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+
+
+def read_config(path: str | Path) -> PreTrainedConfig:
+    """Return the configuration of a local Hugging Face directory.
+
+    Raises:
+        ModelError: if it is missing or transformers does not know the architecture.
+    """
+    try:
+        return AutoConfig.from_pretrained(str(path), local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelError(
+            f"no usable model configuration in {path}: {error}. Give a directory with a config.json; "
+            "`rollmill model prepare` makes one"
+        ) from error
+
+
+def check_architecture(config: PreTrainedConfig) -> None:
+    """Refuse what is not standard causal attention in every layer.
+
+    Raises:
+        ModelError: naming the model type and the reason.
+    """
+    reasons = []
+    layer_types = getattr(config, "layer_types", None)
+    others = sorted(set(layer_types or ()) - {"full_attention"})
+    if others:
+        reasons.append(f"layers of type {', '.join(others)}")
+    elif not layer_types and getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True):
+        reasons.append(f"a sliding window of {config.sliding_window} tokens")
+    reasons += [f"soft-capped logits ({name})" for name in _SOFTCAPS if getattr(config, name, None)]
+    reasons += [f"mixture of experts ({name})" for name in _EXPERTS if (getattr(config, name, None) or 0) > 1]
+    if getattr(config, "is_encoder_decoder", False):
+        reasons.append("an encoder")
+    if reasons:
+        raise ModelError(
+            f"the embedded engine cannot serve model type {config.model_type!r}: it has {'; '.join(reasons)}. It serves "
+            "standard causal attention only (Llama, Qwen2, Qwen3, Gemma 1, SmolLM2, ...); choose such a model"
+        )
+
+
+class ServedModel:
+    """A causal language model that runs packed forward passes over a slot pool.
+
+    Args:
+        path: local Hugging Face directory; only its configuration is read.
+        dtype: serving precision.
+        tensors: the first weights; checked like every later set.
+
+    Raises:
+        ModelError: if the architecture cannot be served or the probe disagrees.
+        WeightError: if the tensors do not fit the configuration.
+    """
+
+    def __init__(self, path: str | Path, *, dtype: torch.dtype, tensors: Mapping[str, torch.Tensor]) -> None:
+        config = read_config(path)
+        check_architecture(config)
+        self.dtype = dtype
+        self.name = str(path)
+        self.model_type = str(config.model_type)
+        self._model = _build(config, dtype=dtype)
+        self._names = _parameter_names(self._model)
+        text = config.get_text_config()
+        self.layers = int(text.num_hidden_layers)
+        self.kv_heads = int(getattr(text, "num_key_value_heads", None) or text.num_attention_heads)
+        self.head_dim = int(getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
+        self.vocabulary_size = int(text.vocab_size)
+        self.context_len = int(getattr(text, "max_position_embeddings", 0) or 1 << 30)
+        accepted = inspect.signature(self._model.forward).parameters
+        self._cache_argument = "cache" if "cache" in accepted else "past_key_values"
+        self.copy(self.check(tensors))
+        self._probe()
+
+    def new_pool(self, *, slots: int, max_len: int) -> SlotPool:
+        """Return an empty slot pool of this model's shape."""
+        return SlotPool(
+            layers=self.layers,
+            slots=slots,
+            kv_heads=self.kv_heads,
+            max_len=max_len,
+            head_dim=self.head_dim,
+            dtype=self.dtype,
+        )
+
+    def check(self, tensors: Mapping[str, torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Return (parameter, new value) for every parameter, having copied nothing.
+
+        A tied tensor may come under any of its names.
+
+        Raises:
+            WeightError: if a name, a shape or a kind of number does not fit.
+        """
+        pairs, seen, wrong = [], set(), []
+        for names, parameter in self._names:
+            given = [name for name in names if name in tensors]
+            seen.update(given)
+            if not given:
+                wrong.append(f"{names[0]} is missing")
+                continue
+            value = tensors[given[0]]
+            if value.shape != parameter.shape:
+                wrong.append(f"{given[0]} has shape {tuple(value.shape)} instead of {tuple(parameter.shape)}")
+            elif not value.is_floating_point():
+                wrong.append(f"{given[0]} has dtype {value.dtype}, which is not floating point")
+            elif any(not torch.equal(tensors[name], value) for name in given[1:]):
+                wrong.append(f"{' and '.join(given)} are tied in this model but differ")
+            pairs.append((parameter, value))
+        wrong += [f"{name} is not part of the model" for name in tensors if name not in seen]
+        if wrong:
+            more = f" and {len(wrong) - 5} more" if len(wrong) > 5 else ""
+            raise WeightError(
+                f"the tensors do not fit {self.model_type} from {self.name}: {'; '.join(wrong[:5])}{more}. Nothing was "
+                "changed; publish weights of the same architecture"
+            )
+        return pairs
+
+    @torch.inference_mode()
+    def copy(self, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> int:
+        """Copy checked values into the parameters, cast to the serving precision; return the bytes written."""
+        written = 0
+        for parameter, value in pairs:
+            parameter.copy_(value)
+            written += parameter.numel() * parameter.element_size()
+        return written
+
+    @torch.inference_mode()
+    def forward(
+        self,
+        token_ids: torch.Tensor,
+        *,
+        positions: torch.Tensor,
+        plan: ForwardPlan,
+        pool: SlotPool,
+        keep: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Run packed tokens and return logits `[kept, vocabulary]`.
+
+        Args:
+            token_ids: int64 [tokens].
+            positions: int64 [tokens], position of each token in its own sequence.
+            plan: what is written and read.
+            pool: the slots.
+            keep: int64 [kept], packed tokens whose logits are wanted; `None` keeps all.
+        """
+        pool.plan = plan
+        try:
+            out = self._model(
+                input_ids=token_ids[None],
+                position_ids=positions[None],
+                use_cache=True,
+                logits_to_keep=0 if keep is None else keep,
+                slot_plan=plan,
+                **{self._cache_argument: pool},
+            )
+        finally:
+            pool.plan = None
+        return out.logits[0]
+
+    def _probe(self) -> None:
+        """Compare the packed pass, split in two with a cached start, with the model's own attention."""
+        tokens = min(8, self.context_len)
+        ids = torch.from_numpy(np.linspace(1, self.vocabulary_size - 1, tokens).astype(np.int64))
+        try:
+            own = self._own_logits(ids)
+            packed = self._packed_logits(ids, first=tokens // 2)
+        except (RuntimeError, TypeError, KeyError, ValueError, AttributeError, IndexError) as error:
+            raise ModelError(
+                f"the embedded engine cannot serve model type {self.model_type!r}: its modules do not run over a slot "
+                f"cache ({type(error).__name__}: {error}); choose a standard-attention model"
+            ) from error
+        difference = float((own.log_softmax(-1) - packed.log_softmax(-1)).abs().max())
+        if not difference <= _PROBE_TOLERANCE[self.dtype]:
+            raise ModelError(
+                f"the embedded engine cannot serve model type {self.model_type!r}: log-probs over its slot cache differ "
+                f"from the model's own by {difference:.3g} (tolerance {_PROBE_TOLERANCE[self.dtype]:g}). Either the "
+                "weights are not finite or the attention is not standard; choose another model"
+            )
+
+    @torch.inference_mode()
+    def _own_logits(self, ids: torch.Tensor) -> torch.Tensor:
+        self._model.set_attn_implementation("sdpa")
+        try:
+            return self._model(input_ids=ids[None], use_cache=False).logits[0].float()
+        finally:
+            self._model.set_attn_implementation(ATTENTION_NAME)
+
+    def _packed_logits(self, ids: torch.Tensor, *, first: int) -> torch.Tensor:
+        pool = self.new_pool(slots=1, max_len=len(ids))
+        parts = []
+        for start, stop in ((0, first), (first, len(ids))):
+            positions = torch.arange(start, stop)
+            mask = causal_mask(start=start, rows=stop - start, dtype=self.dtype)
+            plan = ForwardPlan(
+                write_rows=None,
+                write_slots=torch.zeros_like(positions),
+                write_positions=positions,
+                segments=(Segment(slot=0, first_row=0, rows=stop - start, mask=mask),),
+            )
+            parts.append(self.forward(ids[start:stop], positions=positions, plan=plan, pool=pool, keep=None))
+        return torch.cat(parts).float()
+
+
+def _build(config: PreTrainedConfig, *, dtype: torch.dtype) -> Any:
+    try:
+        with no_init_weights():  # every parameter is overwritten by the published tensors
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=ATTENTION_NAME)
+    except (ValueError, KeyError, ImportError, TypeError, AttributeError) as error:
+        raise ModelError(
+            f"the embedded engine cannot serve model type {config.model_type!r}: transformers does not build it as a "
+            f"causal language model with exchangeable attention ({error}); choose a standard-attention model"
+        ) from error
+    model.tie_weights()  # skipped along with the initialisation
+    return model.eval().requires_grad_(False)
+
+
+def _parameter_names(model: torch.nn.Module) -> list[tuple[tuple[str, ...], torch.Tensor]]:
+    """Return all names of each distinct parameter: a tied head has two."""
+    names: dict[int, list[str]] = {}
+    parameters: dict[int, torch.Tensor] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+        parameters[id(parameter)] = parameter
+    return [(tuple(names[key]), parameters[key]) for key in names]

@@ -1,0 +1,165 @@
+"""Draws tokens and says under which probability each was drawn.
+
+One uniform number per token from the request's own counter-based stream, then inversion of the cumulative
+distribution: what a request draws does not depend on who shares its batch (beyond the rounding of the logits). The
+distribution is shaped by temperature, then top-k, then top-p, and renormalised; the log-prob that is returned is of
+exactly that distribution. Greedy rows (temperature 0, evaluation only) report the log-prob under temperature 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from rollmill.errors import EngineError
+from rollmill.types import SamplingParams
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
+_MIX_2 = np.uint64(0x94D049BB133111EB)
+_BLOCK = 256
+"""Width of the blocks of the two-level search: one pass of sums instead of a slow cumulative sum over the vocabulary."""
+_NUCLEUS_GUESS = 512
+"""Candidates sorted first for top-p; the whole vocabulary is sorted only where they do not reach it."""
+
+
+def _mix(state: np.ndarray) -> np.ndarray:
+    state = (state ^ (state >> np.uint64(30))) * _MIX_1
+    state = (state ^ (state >> np.uint64(27))) * _MIX_2
+    return state ^ (state >> np.uint64(31))
+
+
+def uniforms(seeds: np.ndarray, counters: np.ndarray) -> np.ndarray:
+    """Return float64 [n] in [0, 1): number `counters[i]` of the stream of `seeds[i]`.
+
+    A counter-based stream needs no state, so a resumed or moved request goes on exactly where it was.
+
+    Args:
+        seeds: uint64 [n].
+        counters: uint64 [n], index of the token in its output.
+
+    Reference:
+        Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014 (SplitMix64).
+    """
+    with np.errstate(over="ignore"):
+        state = _mix(seeds.astype(np.uint64) + _GOLDEN)
+        bits = _mix(state + (counters.astype(np.uint64) + np.uint64(1)) * _GOLDEN)
+    return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def sample(
+    logits: torch.Tensor, *, params: Sequence[SamplingParams], counters: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Draw one token per row.
+
+    Args:
+        logits: float [rows, vocabulary]; may be overwritten if float32.
+        params: sampling parameters of each row.
+        counters: int64 [rows], index of the token in its request's output.
+
+    Returns:
+        int64 [rows] tokens and float32 [rows] behaviour log-probs.
+
+    Raises:
+        EngineError: if a row holds no finite maximum (weights or KV are NaN or infinite).
+    """
+    logits = logits.float()
+    temperatures = np.array([p.temperature if p.temperature > 0 else 1.0 for p in params], dtype=np.float32)
+    if np.any(temperatures != 1.0):
+        logits.div_(torch.from_numpy(temperatures)[:, None])
+    logits.sub_(logits.amax(-1, keepdim=True))
+    uniform = uniforms(np.array([p.seed for p in params], dtype=np.uint64), counters)
+    tokens = np.zeros(len(params), dtype=np.int64)
+    logprobs = np.zeros(len(params), dtype=np.float32)
+    for rows, draw in _by_kind(params):
+        picked = logits if len(rows) == len(params) else logits[torch.from_numpy(rows)]
+        tokens[rows], logprobs[rows] = draw(picked, [params[row] for row in rows], uniform[rows])
+    if not np.isfinite(logprobs).all():
+        raise EngineError(
+            f"logits of {int((~np.isfinite(logprobs)).sum())} of {len(params)} sequences are not finite: the weights "
+            "being served (or KV made with them) hold NaN or infinity; publish sound weights"
+        )
+    return tokens, logprobs
+
+
+def _by_kind(params: Sequence[SamplingParams]):
+    kinds: dict[object, list[int]] = {}
+    for row, p in enumerate(params):
+        if p.temperature <= 0:
+            kind = _greedy
+        elif p.top_k or p.top_p < 1.0:
+            kind = _filtered
+        else:
+            kind = _plain
+        kinds.setdefault(kind, []).append(row)
+    return [(np.array(rows), draw) for draw, rows in kinds.items()]
+
+
+def _greedy(logits: torch.Tensor, params: Sequence[SamplingParams], uniform: np.ndarray):
+    tokens = logits.argmax(-1)
+    return tokens.numpy(), (-logits.exp().sum(-1).log()).numpy()
+
+
+def _plain(logits: torch.Tensor, params: Sequence[SamplingParams], uniform: np.ndarray):
+    rows, vocabulary = logits.shape
+    blocks = -(-vocabulary // _BLOCK)
+    weights = logits.new_zeros(rows, blocks * _BLOCK)
+    torch.exp(logits, out=weights[:, :vocabulary])
+    weights = weights.view(rows, blocks, _BLOCK)
+    block_cdf = weights.sum(-1).double().cumsum(-1)
+    total = block_cdf[:, -1].numpy()
+    block, rest = _invert(block_cdf.numpy(), uniform * total)
+    inner_cdf = weights[torch.arange(rows), torch.from_numpy(block)].double().cumsum(-1).numpy()
+    inner, _ = _invert(inner_cdf, rest)
+    tokens = block * _BLOCK + inner
+    logprobs = logits.numpy()[np.arange(rows), tokens] - np.log(total)
+    return tokens, logprobs.astype(np.float32)
+
+
+def _filtered(logits: torch.Tensor, params: Sequence[SamplingParams], uniform: np.ndarray):
+    vocabulary = logits.shape[1]
+    widest = max(p.top_k for p in params)
+    if any(p.top_k == 0 for p in params):
+        widest = max(widest, _NUCLEUS_GUESS)
+    normaliser = logits.exp().sum(-1).double().numpy()
+    values, candidates = logits.topk(min(widest, vocabulary), dim=-1)
+    if not _reaches(values, params, normaliser):
+        values, candidates = logits.sort(dim=-1, descending=True)
+    weights = values.double().exp().numpy()
+    for row, p in enumerate(params):
+        _cut(weights[row], p, normaliser=normaliser[row])
+    cdf = weights.cumsum(-1)
+    chosen, _ = _invert(cdf, uniform * cdf[:, -1])
+    index = np.arange(len(params))
+    logprobs = values.double().numpy()[index, chosen] - np.log(cdf[:, -1])
+    return candidates.numpy()[index, chosen], logprobs.astype(np.float32)
+
+
+def _reaches(values: torch.Tensor, params: Sequence[SamplingParams], normaliser: np.ndarray) -> bool:
+    mass = values.double().exp().sum(-1).numpy() / normaliser
+    return all(p.top_k > 0 or mass[row] >= p.top_p for row, p in enumerate(params))
+
+
+def _cut(weights: np.ndarray, params: SamplingParams, *, normaliser: float) -> None:
+    """Zero the weights (descending) that top-k and then top-p leave out."""
+    if params.top_k:
+        weights[params.top_k :] = 0.0
+        normaliser = weights.sum()
+    if params.top_p < 1.0:
+        before = weights.cumsum() - weights
+        weights[before >= params.top_p * normaliser] = 0.0
+
+
+def _invert(cdf: np.ndarray, at: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the first index of each row whose cumulated weight exceeds `at`, and what is left inside it.
+
+    The end of a row is approached from below, so rounding never picks an index without weight.
+    """
+    at = np.minimum(at, np.nextafter(cdf[:, -1], 0.0))
+    index = (cdf <= at[:, None]).sum(-1)
+    index = np.minimum(index, cdf.shape[1] - 1)
+    rows = np.arange(len(cdf))
+    below = np.where(index > 0, cdf[rows, np.maximum(index - 1, 0)], 0.0)
+    return index, at - below
