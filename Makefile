@@ -1,0 +1,90 @@
+# Everything a person or a machine runs. `make train` and `make test` set up .venv by themselves; the second time the
+# set-up is skipped.
+#
+#   PYTHON=python3.12     another interpreter, 3.11 or newer
+#   TORCH_INDEX=URL       package index for torch alone, for example one of CPU builds (smaller than CUDA builds)
+
+.DEFAULT_GOAL := help
+SHELL := /bin/bash
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+TORCH := torch==2.13.0
+PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --quiet
+
+# One thread per process, and waiting threads sleep: processes share the cores. Models come from packages or local
+# folders, never from a hub.
+export OMP_NUM_THREADS := 1
+export OMP_WAIT_POLICY := passive
+export GOMP_SPINCOUNT := 0
+export HF_HUB_OFFLINE := 1
+export TOKENIZERS_PARALLELISM := false
+
+.PHONY: help train test test-all test-ci lint format types docs bench proto clean
+
+help: ## Show this list
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
+
+# Set-up, in three layers: what a run needs, what the tests need, what the documentation needs.
+
+$(VENV)/.python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "error: $(PYTHON) is $$($(PYTHON) --version 2>&1); Rollmill needs Python 3.11 or newer." \
+	       "Say which one to take: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 1; }
+	@$(PYTHON) -m venv $(VENV) || { \
+	  echo "error: '$(PYTHON) -m venv' failed. On Debian and Ubuntu: apt-get install python3-venv" >&2; \
+	  rm -rf $(VENV); exit 1; }
+	@touch $@
+
+$(VENV)/.run: $(VENV)/.python pyproject.toml constraints.txt
+	@echo "setting up $(VENV): torch first, then the rest (a few minutes the first time)"
+	@$(PIP_INSTALL) $(TORCH) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
+	@$(PIP_INSTALL) -c constraints.txt -e '.[torch,reasoning-gym,smollm2]'
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.run
+	@$(PIP_INSTALL) -c constraints.txt -e '.[torch,reasoning-gym,smollm2,dev]'
+	@touch $@
+
+$(VENV)/.docs: $(VENV)/.dev
+	@$(PIP_INSTALL) -c constraints.txt -e '.[docs]'
+	@touch $@
+
+# What people run.
+
+train: $(VENV)/.run ## Train the main job; more options: make train ARGS="--set run.name=second"
+	$(BIN)/rollmill train examples/arithmetic/train.toml $(ARGS)
+
+test: $(VENV)/.dev ## Run the tests, without the slow ones
+	$(BIN)/python -m pytest $(ARGS)
+
+test-all: $(VENV)/.dev ## Run all tests that need no GPU
+	$(BIN)/python -m pytest -m "not gpu" $(ARGS)
+
+test-ci: $(VENV)/.dev ## Run the main job for real, end to end
+	$(BIN)/python -m pytest -m "slow and not gpu" tests/integration -k main_job $(ARGS)
+
+lint: $(VENV)/.dev ## Check format and style
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+
+format: $(VENV)/.dev ## Put format and style right where that is mechanical
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+types: $(VENV)/.dev ## Check types
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+docs: $(VENV)/.docs ## Build the documentation into site/
+	$(BIN)/mkdocs build --strict --quiet
+
+bench: $(VENV)/.run ## Measure the main job on three seeds; writes benchmarks/main_job/result.json
+	$(BIN)/python benchmarks/main_job/run.py $(ARGS)
+
+proto: $(VENV)/.dev ## Generate the code of the gRPC service from its .proto
+	$(BIN)/python -m grpc_tools.protoc -I src --python_out=src --grpc_python_out=src \
+	  src/rollmill/generator/proto/policy_inference.proto
+
+clean: ## Remove .venv and what was built
+	rm -rf $(VENV) site dist .pytest_cache .ruff_cache .hypothesis
