@@ -63,7 +63,6 @@ class Scheduler:
     """
 
     def __init__(self, settings: SchedulerSettings) -> None:
-        self.settings = settings
         self._state = State(
             settings=settings,
             ledger=RolloutLedger(),
@@ -124,6 +123,11 @@ class Scheduler:
         return tuple(self._state.stories.get(group_id, ()))
 
     @property
+    def settings(self) -> SchedulerSettings:
+        """The settings in force: those given, or those that the journal brought since."""
+        return self._state.settings
+
+    @property
     def ledger(self) -> RolloutLedger:
         """The book of rollouts; for reading."""
         return self._state.ledger
@@ -160,10 +164,10 @@ class Scheduler:
         state = self._state
         if state.halted:
             return
-        if state.next_step >= self.settings.total_steps and state.book.unfinished_count:
+        if state.next_step >= state.settings.total_steps and state.book.unfinished_count:
             # No step is left that could use what still runs.
             abort_in_flight(state, reason=DropReason.STOPPED)
-        if state.optimizer_step >= self.settings.total_steps:
+        if state.optimizer_step >= state.settings.total_steps:
             self._finish("steps_done")
         elif state.stopping:
             if not state.leased and not state.book.unfinished_count:

@@ -156,6 +156,17 @@ class GroupBook:
             self._index_ready(group)
         self.unassigned = dict(sorted(self.unassigned.items()))
 
+    def reindex(self, *, max_staleness: int) -> None:
+        """Apply a budget, perhaps a changed one, to the unassigned groups; all must be ready (start and resume)."""
+        self.max_staleness = max_staleness
+        self.expiring.clear()
+        self.ready.clear()
+        self.ready_count = 0
+        for group in self.unassigned.values():
+            group.expires_step = group.floor_step + max_staleness
+            self._count_expiry(group.expires_step, 1)
+            self._index_ready(group)
+
     def set_floor(self, group: GroupRecord, floor_step: int) -> None:
         """Change what is known of the age of an unfinished group."""
         group.floor_step = floor_step

@@ -109,6 +109,9 @@ def _reset(state: State) -> None:
 
 
 def _begin(state: State, event: RunStarted | RunResumed) -> None:
+    if event.settings is not None:
+        state.settings = event.settings
+    state.book.reindex(max_staleness=state.settings.max_staleness)
     state.started = True
     state.history_id = event.history_id
     state.optimizer_step = state.next_step = event.optimizer_step

@@ -10,6 +10,7 @@ from itertools import islice
 
 import msgspec
 
+from rollmill.ledger import RolloutState
 from rollmill.scheduling.admission import capacity_rollouts, ceiling_groups, promised_groups, stock_target
 from rollmill.scheduling.groups import UNFINISHED, GroupRecord, GroupState, MemberState
 from rollmill.scheduling.state import State
@@ -40,8 +41,7 @@ class SchedulerView(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         optimizer_step: committed updates of the trainer.
         batches_ahead: batches assigned and not yet trained, the one in training included.
-        admitted: rollouts ever admitted; the sum of `rollouts`.
-        rollouts: state -> rollouts (in_flight, suspended, buffered, trained, dropped).
+        admitted: rollouts ever admitted = in_flight + suspended + buffered + trained + the sum of `dropped`.
         dropped: reason -> rollouts.
         redispatched: what ended an attempt -> further attempts.
         late_results: results that nobody waited for any more.
@@ -55,7 +55,7 @@ class SchedulerView(msgspec.Struct, frozen=True, kw_only=True):
         consumption_rollouts_per_s: smoothed, while the trainer trains.
         signal_share: smoothed share of closed groups with signal.
         group_s: smoothed time from dispatch to close of a group.
-        bound_by: what bounds the run now; bound_seconds: for how long each did.
+        bound_by: what bounds the run now; seconds_bound: for how long each did.
         waits_for_old, waits_for_old_s: how often and how long the trainer waited for an old group while enough
             others were ready.
         publish_lag_steps: optimizer steps that the oldest serving replica is behind the newest weights.
@@ -67,7 +67,10 @@ class SchedulerView(msgspec.Struct, frozen=True, kw_only=True):
     total_steps: int
     batches_ahead: int
     admitted: int
-    rollouts: dict[str, int]
+    in_flight: int
+    suspended: int
+    buffered: int
+    trained: int
     dropped: dict[str, int]
     redispatched: dict[str, int]
     late_results: int
@@ -87,7 +90,7 @@ class SchedulerView(msgspec.Struct, frozen=True, kw_only=True):
     signal_share: float
     group_s: float
     bound_by: str
-    bound_seconds: dict[str, float]
+    seconds_bound: dict[str, float]
     waits_for_old: int
     waits_for_old_s: float
     publish_lag_steps: int
@@ -95,7 +98,18 @@ class SchedulerView(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def bound_most(self) -> str:
         """What bounded the run for the longest time."""
-        return max(self.bound_seconds, key=lambda name: self.bound_seconds[name], default=self.bound_by)
+        return max(self.seconds_bound, key=lambda name: self.seconds_bound[name], default=self.bound_by)
+
+    def rollouts(self) -> dict[str, int | dict[str, int]]:
+        """Return the book of rollouts as `summary.json` shows it: `admitted`, the states, and `dropped` by reason."""
+        return {
+            "admitted": self.admitted,
+            "in_flight": self.in_flight,
+            "suspended": self.suspended,
+            "buffered": self.buffered,
+            "trained": self.trained,
+            "dropped": dict(self.dropped),
+        }
 
 
 class Wait(msgspec.Struct, frozen=True, kw_only=True):
@@ -115,6 +129,17 @@ class Wait(msgspec.Struct, frozen=True, kw_only=True):
     age_s: float
     pending: tuple[str, ...] = ()
     deadline_s: float | None = None
+
+    @property
+    def sentence(self) -> str:
+        """One line for the stall report."""
+        text = f"{self.who} waits for {self.waits_for}, for {self.age_s:.1f} s now"
+        if self.pending:
+            text += f" ({', '.join(self.pending)})"
+        if self.deadline_s is not None:
+            left_s = self.deadline_s - self.since_s - self.age_s
+            text += f"; given up in {left_s:.1f} s" if left_s > 0 else "; its deadline has passed"
+        return text + "."
 
 
 def bound_by(state: State) -> Bound:
@@ -146,7 +171,10 @@ def view(state: State) -> SchedulerView:
         total_steps=state.settings.total_steps,
         batches_ahead=state.underway,
         admitted=ledger.admitted,
-        rollouts=ledger.counts(),
+        in_flight=ledger.count(RolloutState.IN_FLIGHT),
+        suspended=ledger.count(RolloutState.SUSPENDED),
+        buffered=ledger.count(RolloutState.BUFFERED),
+        trained=ledger.count(RolloutState.TRAINED),
         dropped=dict(ledger.dropped_by_reason),
         redispatched=dict(ledger.redispatched_by_reason),
         late_results=ledger.late_results,
@@ -166,7 +194,7 @@ def view(state: State) -> SchedulerView:
         signal_share=rates.signal.value,
         group_s=rates.group_s.value,
         bound_by=bound_by(state).value,
-        bound_seconds=dict(state.seconds_bound),
+        seconds_bound=dict(state.seconds_bound),
         waits_for_old=state.waits_for_old,
         waits_for_old_s=state.waits_for_old_s,
         publish_lag_steps=0 if state.loaded_step is None else max(0, newest_step - state.loaded_step),
