@@ -40,9 +40,13 @@ class ModelRepository(Protocol):
         """Return all manifests, ascending; those whose tensors are gone too."""
         ...
 
-    def manifest(self, policy_version: int) -> WeightManifest: ...
+    def manifest(self, policy_version: int) -> WeightManifest:
+        """Return the manifest of one version."""
+        ...
 
-    def latest(self) -> WeightManifest | None: ...
+    def latest(self) -> WeightManifest | None:
+        """Return the newest manifest, or `None` before the first publication."""
+        ...
 
     def load(self, policy_version: int) -> dict[str, torch.Tensor]:
         """Return the tensors (memory-mapped where possible), each checked against its digest.
@@ -57,7 +61,9 @@ class ModelRepository(Protocol):
         """Keep a version's tensors from being retired until `release`."""
         ...
 
-    def release(self, policy_version: int, *, owner: str) -> None: ...
+    def release(self, policy_version: int, *, owner: str) -> None:
+        """End a hold."""
+        ...
 
     def retire(self) -> Sequence[int]:
         """Delete tensors of versions that are neither among the newest kept nor held; return them."""
