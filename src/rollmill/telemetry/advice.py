@@ -16,6 +16,12 @@ MAX_ADVICE = 2
 NOTABLE = 0.15
 """A share of seconds or of rollouts below this is not worth a change."""
 
+NOTABLE_DROPS = 0.05
+"""Rollouts dropped for their age are pure loss, so a smaller share counts already."""
+
+NOTABLE_WITHOUT_SIGNAL = 0.4
+"""Some groups never have a signal; a task family of medium difficulty loses about a third."""
+
 
 class _Advice(msgspec.Struct, frozen=True, kw_only=True):
     weight: float
@@ -76,7 +82,7 @@ def _no_signal(summary: Mapping[str, Any]) -> Iterator[_Advice]:
     rollouts = summary["rollouts"]
     lost, trained = rollouts["dropped"].get("zero_advantage", 0), rollouts["trained"]
     share = lost / (lost + trained) if lost + trained else 0.0
-    if share >= 0.4:
+    if share >= NOTABLE_WITHOUT_SIGNAL:
         yield _Advice(
             weight=share * max(_share(summary, "trainer", "wait_data"), 0.1),
             direction="change",
@@ -89,7 +95,7 @@ def _no_signal(summary: Mapping[str, Any]) -> Iterator[_Advice]:
 def _stale(summary: Mapping[str, Any]) -> Iterator[_Advice]:
     rollouts = summary["rollouts"]
     stale, admitted = rollouts["dropped"].get("stale", 0), rollouts["admitted"]
-    if admitted and stale / admitted >= 0.02:
+    if admitted and stale / admitted >= NOTABLE_DROPS:
         yield _Advice(
             weight=2 * stale / admitted,
             direction="lower",
