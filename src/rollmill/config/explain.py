@@ -6,6 +6,7 @@ page of the documentation cannot disagree. Decides nothing.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import msgspec
@@ -113,8 +114,13 @@ def _explained(loaded: LoadedConfig, key: str) -> Explained:
     )
 
 
+@functools.cache
+def _properties(model: type[Section]) -> dict[str, Any]:
+    return model.model_json_schema()["properties"]
+
+
 def _valid(model: type[Section], leaf: str) -> str:
-    schema = model.model_json_schema()["properties"][leaf]
+    schema = _properties(model)[leaf]
     if "enum" in schema:
         return " | ".join(str(choice) for choice in schema["enum"])
     words = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}

@@ -101,7 +101,7 @@ def test_the_first_data_set_is_recorded_and_another_one_refused(made):
 
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path):
-    with pytest.raises(RunDirectoryError, match="is not a run directory: it has no config.json"):
+    with pytest.raises(RunDirectoryError, match=r"is not a run directory: it has no config\.json"):
         RunDirectory.open(tmp_path)
     with pytest.raises(RunDirectoryError, match="is not a run directory"):
         RunDirectory.resume(tmp_path / "none", started_at_s=0.0)
