@@ -69,13 +69,16 @@ class UpdateReport(msgspec.Struct, frozen=True, kw_only=True):
 class Engine(Protocol):
     """One replica's engine. Async methods run on the server's loop; work happens on the engine's own thread."""
 
-    def info(self) -> EngineInfo: ...
+    def info(self) -> EngineInfo:
+        """Return what the engine is and can do."""
+        ...
 
     async def generate(self, request: GenerateRequest) -> Turn:
         """Return the finished (or aborted: `StopReason.ABORT`, with the partial tokens) turn.
 
         Raises:
-            EngineError: if the prompt does not fit, the id is in use, or the engine died.
+            DataError: if the prompt or the sampling parameters do not fit.
+            EngineError: if the id is in use or the engine cannot serve; `EngineDead` if it died.
 
         Cancellation:
             aborts the request and frees its KV.
@@ -101,7 +104,9 @@ class Engine(Protocol):
         """
         ...
 
-    async def resume(self) -> None: ...
+    async def resume(self) -> None:
+        """Produce tokens again. Idempotent."""
+        ...
 
     async def flush(self) -> None:
         """No later request hits KV made before this call."""
@@ -111,8 +116,14 @@ class Engine(Protocol):
         """Return float32 [n - 1]: log-prob of token i + 1 given the tokens up to i, temperature 1."""
         ...
 
-    def load(self) -> EngineLoad: ...
+    def load(self) -> EngineLoad:
+        """Return how busy the engine is and where its seconds went."""
+        ...
 
-    def healthy(self) -> bool: ...
+    def healthy(self) -> bool:
+        """Return whether requests can be served."""
+        ...
 
-    async def close(self) -> None: ...
+    async def close(self) -> None:
+        """End all requests with what they have, then the engine. Idempotent."""
+        ...

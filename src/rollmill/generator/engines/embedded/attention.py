@@ -55,7 +55,7 @@ class ForwardPlan:
 
 
 class SlotPool:
-    """KV of all layers: `[layers, 2, slots, kv_heads, length, head_dim]`, zeroed pages that the system commits on use."""
+    """KV of all layers: `[layers, 2, slots, kv_heads, length, head_dim]`, zeroed pages, committed on use."""
 
     def __init__(
         self, *, layers: int, slots: int, kv_heads: int, max_len: int, head_dim: int, dtype: torch.dtype
@@ -69,6 +69,7 @@ class SlotPool:
 
     @property
     def nbytes(self) -> int:
+        """Bytes when every token of every slot is used."""
         return self._kv.numel() * self._kv.element_size()
 
     # -- what transformers calls

@@ -19,9 +19,9 @@ from rollmill.generator.engines.embedded.attention import ForwardPlan, decode_ma
 from rollmill.generator.engines.embedded.model import ServedModel
 from rollmill.generator.engines.embedded.prefill import PrefillJob, PrefillPlanner, PrefixStore, common_prefix
 from rollmill.generator.engines.embedded.sampling import sample
-from rollmill.generator.engines.embedded.sequence import Sequence
 from rollmill.generator.engines.meter import SecondsMeter
 from rollmill.generator.engines.protocol import KvPolicy, UpdateReport
+from rollmill.generator.engines.sequence import Sequence
 from rollmill.types import StopReason
 
 _LENGTH_BUCKET = 16
@@ -76,10 +76,12 @@ class EngineCore:
 
     @property
     def kv_bytes(self) -> int:
+        """Bytes of KV when every slot is full."""
         return self._pool.nbytes
 
     @property
     def kv_used_tokens(self) -> int:
+        """Tokens whose KV lies in a slot; may be read from another thread."""
         return sum(sequence.kv_tokens for sequence in list(self.running))
 
     def has_work(self) -> bool:
@@ -243,8 +245,8 @@ class EngineCore:
     def _plan_prompt(self, planner: PrefillPlanner, mates: list[Sequence], *, first_slot: int) -> bool:
         """Add the prompt of these siblings to the pass; return whether they can start after it.
 
-        A prompt that exceeds what is left of the pass waits for the next one; one that exceeds a whole pass is computed in
-        chunks, each of which becomes the prefix that the next one starts from.
+        A prompt that exceeds what is left of the pass waits for the next one; one that exceeds a whole pass is
+        computed in chunks, each of which becomes the prefix that the next one starts from.
         """
         ids = mates[0].prompt
         resident, source = self._resident(ids)
@@ -350,8 +352,8 @@ class EngineCore:
             return self._repeated(policy_version, digest=digest)
         if policy_version < self.policy_version:
             raise EngineError(
-                f"update to policy version {policy_version}, but {self.policy_version} is served: versions only rise; to "
-                "roll back, publish the old weights under a new version"
+                f"update to policy version {policy_version}, but {self.policy_version} is served: versions only rise; "
+                "to roll back, publish the old weights under a new version"
             )
         started_s = self._clock.now_s()
         pairs = self.model.check(tensors)
@@ -375,8 +377,8 @@ class EngineCore:
     def _repeated(self, policy_version: int, *, digest: str) -> UpdateReport:
         if digest != self.digest:
             raise WeightMismatch(
-                f"policy version {policy_version} is served with digest {self.digest}, the repeated update says {digest}: "
-                "two publications share a number; clear the repository",
+                f"policy version {policy_version} is served with digest {self.digest}, the repeated update says "
+                f"{digest}: two publications share a number; clear the repository",
                 published=digest,
                 served=self.digest,
             )

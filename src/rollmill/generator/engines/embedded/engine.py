@@ -2,7 +2,7 @@
 
 | who | waits for | woken by | gives up after |
 |---|---|---|---|
-| worker thread | commands, or a request deadline | a command (condition) | never; it ends with `close` or with its first error |
+| worker thread | commands, or a request deadline | a command (condition) | never; ends by `close` or an error |
 | caller of `generate` | its turn | the worker | the request's own deadline |
 | caller of any other method | the end of the step that runs | the worker | the caller's own timeout |
 
@@ -26,15 +26,16 @@ from rollmill.clock import Clock
 from rollmill.errors import EngineDead, EngineError
 from rollmill.generator.engines.embedded.core import EngineCore
 from rollmill.generator.engines.embedded.model import ServedModel
-from rollmill.generator.engines.embedded.sequence import Sequence, check_request
 from rollmill.generator.engines.meter import SecondsMeter
 from rollmill.generator.engines.protocol import EngineInfo, EngineLoad, KvPolicy, PauseMode, UpdateReport
+from rollmill.generator.engines.sequence import Sequence, check_request
 from rollmill.types import GenerateRequest, Turn
 
 R = TypeVar("R")
 
 CAPABILITIES = (
     "abort",
+    "canary",
     "group_prefill",
     "kv_keep",
     "kv_recompute",
@@ -85,8 +86,9 @@ class EmbeddedEngine:
         before_step: Callable[[], None] | None = None,
     ) -> None:
         self._clock = clock
-        self._meter = SecondsMeter(clock, cause="startup")
         model = ServedModel(path, dtype=getattr(torch, dtype), tensors=tensors)
+        # Building the engine is its process's start-up; the engine's own seconds begin when it is made.
+        self._meter = SecondsMeter(clock, cause="startup")
         self._core = EngineCore(
             model,
             policy_version=policy_version,
@@ -306,7 +308,7 @@ class EmbeddedEngine:
             return commands
 
     def _finish(self) -> None:
-        self._meter.switch("idle" if self._cause is None else "dead")
+        self._meter.switch("shutdown")
         if self._cause is None:
             self._core.abort_all()
         with self._wake:
@@ -342,5 +344,5 @@ class EmbeddedEngine:
         self._drains.clear()
 
     def _score_now(self, token_ids: np.ndarray) -> np.ndarray:
-        self._meter.switch("score")
+        self._meter.switch("weight_load" if self._core.paused else "prefill")  # a canary, or a reader's question
         return self._core.score(token_ids)

@@ -65,8 +65,8 @@ def check_architecture(config: PreTrainedConfig) -> None:
         reasons.append("an encoder")
     if reasons:
         raise ModelError(
-            f"the embedded engine cannot serve model type {config.model_type!r}: it has {'; '.join(reasons)}. It serves "
-            "standard causal attention only (Llama, Qwen2, Qwen3, Gemma 1, SmolLM2, ...); choose such a model"
+            f"the embedded engine cannot serve model type {config.model_type!r}: it has {'; '.join(reasons)}. It "
+            "serves standard causal attention only (Llama, Qwen2, Qwen3, Gemma 1, SmolLM2, ...); choose such a model"
         )
 
 
@@ -202,9 +202,9 @@ class ServedModel:
         difference = float((own.log_softmax(-1) - packed.log_softmax(-1)).abs().max())
         if not difference <= _PROBE_TOLERANCE[self.dtype]:
             raise ModelError(
-                f"the embedded engine cannot serve model type {self.model_type!r}: log-probs over its slot cache differ "
-                f"from the model's own by {difference:.3g} (tolerance {_PROBE_TOLERANCE[self.dtype]:g}). Either the "
-                "weights are not finite or the attention is not standard; choose another model"
+                f"the embedded engine cannot serve model type {self.model_type!r}: log-probs over its slot cache "
+                f"differ from the model's own by {difference:.3g} (tolerance {_PROBE_TOLERANCE[self.dtype]:g}). Either "
+                "the weights are not finite or the attention is not standard; choose another model"
             )
 
     @torch.inference_mode()

@@ -8,45 +8,21 @@ exactly that distribution. Greedy rows (temperature 0, evaluation only) report t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 
 from rollmill.errors import EngineError
+from rollmill.generator.engines.streams import uniforms
 from rollmill.types import SamplingParams
 
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-_MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
-_MIX_2 = np.uint64(0x94D049BB133111EB)
+_Draw = Callable[[torch.Tensor, Sequence[SamplingParams], np.ndarray], tuple[np.ndarray, np.ndarray]]
+
 _BLOCK = 256
-"""Width of the blocks of the two-level search: one pass of sums instead of a slow cumulative sum over the vocabulary."""
+"""Width of the blocks of the two-level search: one pass of sums instead of a slow cumulative sum."""
 _NUCLEUS_GUESS = 512
 """Candidates sorted first for top-p; the whole vocabulary is sorted only where they do not reach it."""
-
-
-def _mix(state: np.ndarray) -> np.ndarray:
-    state = (state ^ (state >> np.uint64(30))) * _MIX_1
-    state = (state ^ (state >> np.uint64(27))) * _MIX_2
-    return state ^ (state >> np.uint64(31))
-
-
-def uniforms(seeds: np.ndarray, counters: np.ndarray) -> np.ndarray:
-    """Return float64 [n] in [0, 1): number `counters[i]` of the stream of `seeds[i]`.
-
-    A counter-based stream needs no state, so a resumed or moved request goes on exactly where it was.
-
-    Args:
-        seeds: uint64 [n].
-        counters: uint64 [n], index of the token in its output.
-
-    Reference:
-        Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014 (SplitMix64).
-    """
-    with np.errstate(over="ignore"):
-        state = _mix(seeds.astype(np.uint64) + _GOLDEN)
-        bits = _mix(state + (counters.astype(np.uint64) + np.uint64(1)) * _GOLDEN)
-    return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
 def sample(
@@ -84,8 +60,9 @@ def sample(
     return tokens, logprobs
 
 
-def _by_kind(params: Sequence[SamplingParams]):
-    kinds: dict[object, list[int]] = {}
+def _by_kind(params: Sequence[SamplingParams]) -> list[tuple[np.ndarray, _Draw]]:
+    """Return the rows of each kind with the function that draws for them."""
+    kinds: dict[_Draw, list[int]] = {}
     for row, p in enumerate(params):
         if p.temperature <= 0:
             kind = _greedy
@@ -97,12 +74,16 @@ def _by_kind(params: Sequence[SamplingParams]):
     return [(np.array(rows), draw) for draw, rows in kinds.items()]
 
 
-def _greedy(logits: torch.Tensor, params: Sequence[SamplingParams], uniform: np.ndarray):
+def _greedy(
+    logits: torch.Tensor, params: Sequence[SamplingParams], uniform: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
     tokens = logits.argmax(-1)
     return tokens.numpy(), (-logits.exp().sum(-1).log()).numpy()
 
 
-def _plain(logits: torch.Tensor, params: Sequence[SamplingParams], uniform: np.ndarray):
+def _plain(
+    logits: torch.Tensor, params: Sequence[SamplingParams], uniform: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
     rows, vocabulary = logits.shape
     blocks = -(-vocabulary // _BLOCK)
     weights = logits.new_zeros(rows, blocks * _BLOCK)
@@ -118,7 +99,9 @@ def _plain(logits: torch.Tensor, params: Sequence[SamplingParams], uniform: np.n
     return tokens, logprobs.astype(np.float32)
 
 
-def _filtered(logits: torch.Tensor, params: Sequence[SamplingParams], uniform: np.ndarray):
+def _filtered(
+    logits: torch.Tensor, params: Sequence[SamplingParams], uniform: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
     vocabulary = logits.shape[1]
     widest = max(p.top_k for p in params)
     if any(p.top_k == 0 for p in params):

@@ -1,10 +1,11 @@
-"""One request while it lives in the embedded engine.
+"""One request while it lives in an engine.
 
 Keeps what was sampled, under which version each token was sampled, and the stamps; decides only whether it is over.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 import numpy as np
@@ -16,7 +17,7 @@ Deliver = Callable[[Turn | Exception], None]
 
 
 class Sequence:
-    """A request with its output so far. Its slot, once running, is its index in the engine's running list."""
+    """A request with its output so far."""
 
     __slots__ = (
         "_logprobs",
@@ -64,6 +65,7 @@ class Sequence:
 
     @property
     def last_token(self) -> int:
+        """The newest sampled token."""
         return int(self._output[self.count - 1])
 
     def kv_ids(self) -> np.ndarray:
@@ -110,9 +112,7 @@ def spans_of(versions: np.ndarray) -> tuple[VersionSpan, ...]:
     if len(versions) == 0:
         return ()
     edges = [0, *(np.flatnonzero(np.diff(versions)) + 1).tolist(), len(versions)]
-    return tuple(
-        VersionSpan(start, end, int(versions[start])) for start, end in zip(edges[:-1], edges[1:], strict=True)
-    )
+    return tuple(VersionSpan(start, end, int(versions[start])) for start, end in itertools.pairwise(edges))
 
 
 def check_request(request: GenerateRequest, *, vocabulary_size: int, max_model_len: int) -> None:
