@@ -1,4 +1,4 @@
-"""The whole main job with real processes on a tiny random Llama: supervisor, controller, generator, trainer, scorers."""
+"""The whole main job with real processes on a tiny random Llama."""
 
 from __future__ import annotations
 
@@ -102,11 +102,11 @@ def wait_for_steps(run: Path, count: int, process: subprocess.Popen[str]) -> Non
 
 
 def processes_of(run: Path) -> list[psutil.Process]:
-    found = []
-    for process in psutil.process_iter(["cmdline"]):
-        if str(run) in " ".join(process.info["cmdline"] or []) and process.pid != os.getpid():
-            found.append(process)
-    return found
+    return [
+        process
+        for process in psutil.process_iter(["cmdline"])
+        if str(run) in " ".join(process.info["cmdline"] or []) and process.pid != os.getpid()
+    ]
 
 
 def test_a_run_trains_asynchronously_and_its_books_balance(tmp_path: Path) -> None:

@@ -14,7 +14,11 @@ from rollmill.errors import CheckpointError
 @click.command("eval")
 @click.argument("checkpoint", type=click.Path())
 @click.option(
-    "--config", "path", type=click.Path(), default=None, help="TOML file; the run's own if CHECKPOINT lies in a run directory."
+    "--config",
+    "path",
+    type=click.Path(),
+    default=None,
+    help="TOML file; the run's own if CHECKPOINT lies in a run directory.",
 )
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a setting; may be repeated.")
 @json_option

@@ -11,7 +11,15 @@ from pathlib import Path
 import click
 import psutil
 
-from rollmill.cli.output import FAULT_STATUS, INTERRUPTED_STATUS, USER_ERROR_STATUS, json_option, show, show_error, show_json
+from rollmill.cli.output import (
+    FAULT_STATUS,
+    INTERRUPTED_STATUS,
+    USER_ERROR_STATUS,
+    json_option,
+    show,
+    show_error,
+    show_json,
+)
 from rollmill.cli.view import TrainView
 from rollmill.config.load import LoadedConfig, load_config
 from rollmill.config.plan import Plan, plan, render
@@ -49,9 +57,7 @@ def train_command(
             click.echo(f"warning: {warning}", err=True)
     directory, layout, incarnation = _open(loaded, resume_directory)
     with TrainView(directory, as_json=as_json) as view:
-        end = Supervisor(
-            config=loaded.config, layout=layout, incarnation=incarnation, refresh_view=view.refresh
-        ).run()
+        end = Supervisor(config=loaded.config, layout=layout, incarnation=incarnation, refresh_view=view.refresh).run()
     _finish(directory, layout, end, as_json=as_json)
 
 

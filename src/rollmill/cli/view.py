@@ -1,4 +1,4 @@
-"""What a person sees while a run trains: a live view on a terminal, one line per step elsewhere, JSON lines with `--json`.
+"""What a person sees while a run trains: a live view, one line per step, or JSON lines.
 
 Reads only files of the run directory, so that it can never disturb the run.
 """
@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import Any
 
 import msgspec
+
 from rollmill.telemetry.live import LiveView, choose_mode
 from rollmill.telemetry.run_directory import RunDirectory
 

@@ -103,9 +103,7 @@ async def evaluate(
             f"evaluation {label} answered {len(answers)} of {len(tasks)} held-out tasks in {deadline_s:.0f} s. "
             "Raise evaluation.deadline_s, or lower environment.heldout_size."
         ) from None
-    return _result(
-        answers, temperature=temperature, max_new_tokens=max_new_tokens, wall_s=clock.now_s() - started_s
-    )
+    return _result(answers, temperature=temperature, max_new_tokens=max_new_tokens, wall_s=clock.now_s() - started_s)
 
 
 async def _answer(
@@ -121,7 +119,7 @@ async def _answer(
     observation = environment.reset(task)
     request = GenerateRequest(
         request_id=request_id,
-        prompt_ids=renderer.prompt_ids(observation.messages),
+        prompt_ids=renderer.render(observation.messages),
         sampling=sampling,
         deadline_s=deadline_s,
     )
@@ -129,7 +127,7 @@ async def _answer(
         turn = await generate(request)
     except Fault:
         return None, None
-    outcome = await environment.score(task, reply=renderer.text(turn.output_ids))
+    outcome = await environment.score(task, reply=renderer.decode(turn.output_ids))
     return raw_reward_of(outcome), turn
 
 

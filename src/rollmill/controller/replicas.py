@@ -16,7 +16,9 @@ from rollmill.types import GenerateRequest, Turn
 class ReplicaClient(Protocol):
     """What the controller needs of a generator client; see `rollmill.generator.client`."""
 
-    async def generate(self, request: GenerateRequest) -> Turn: ...
+    async def generate(self, request: GenerateRequest) -> Turn:
+        """Return the turn."""
+        ...
 
 
 def choose(group_key: str, *, homes: Mapping[str, str], work: Mapping[str, int]) -> str:
@@ -32,7 +34,7 @@ def choose(group_key: str, *, homes: Mapping[str, str], work: Mapping[str, int])
     if not work:
         raise ProducersGone(alive=0, buffered=0)
     home = homes.get(group_key)
-    if home in work:
+    if home is not None and home in work:
         return home
     return min(work, key=lambda name: (work[name], name))
 
@@ -74,5 +76,3 @@ class ReplicaSet:
         finally:
             if name in self._work:
                 self._work[name] -= 1
-
-

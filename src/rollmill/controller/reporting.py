@@ -60,7 +60,9 @@ def evaluation_record(result: EvaluationResult) -> dict[str, Any]:
     return {**msgspec.to_builtins(result), **proportion(result.correct, result.n).as_dict()}
 
 
-def readable_rollout(rollout: Rollout, *, advantage: float, in_loss: bool, decode: Callable[[np.ndarray], str]) -> dict[str, Any]:
+def readable_rollout(
+    rollout: Rollout, *, advantage: float, in_loss: bool, decode: Callable[[np.ndarray], str]
+) -> dict[str, Any]:
     """Return a rollout as a person wants to read it."""
     return {
         "rollout_id": rollout.rollout_id,
@@ -220,5 +222,3 @@ class RunReporter:
 
 def _mean(values: Sequence[float]) -> float | None:
     return sum(values) / len(values) if values else None
-
-

@@ -6,7 +6,7 @@ instructions are obeyed. Whatever is lost in between is started again by the fol
     Loop        Waits for                              Woken by             Gives up after
     decide      events                                 the event, a tick    never: a tick comes every second
     watch       weights and steps of the trainer       doorbell             one second, then looks again
-    tick        time                                   clock                stall limit: the run fails with who waits for whom
+    tick        time                                   clock                run.stall_limit_s: fails with who waits for whom
     rollout     replica, scorer                        reply                its deadline; the core dispatches it again
     load        replica                                reply                load deadline
     evaluation  replica, scorer                        reply                evaluation.deadline_s
@@ -70,13 +70,21 @@ LoadReplica = Callable[[str, int], Awaitable[None]]
 class Reporter(Protocol):
     """Who writes what a person reads; see `rollmill.controller.reporting`."""
 
-    def group_closed(self, group: Group) -> None: ...
+    def group_closed(self, group: Group) -> None:
+        """Record a group and its rollouts."""
+        ...
 
-    def step(self, row: int, record: StepRecord) -> None: ...
+    def step(self, row: int, record: StepRecord) -> None:
+        """Record an optimizer step."""
+        ...
 
-    def event(self, kind: str, **fields: object) -> None: ...
+    def event(self, kind: str, **fields: object) -> None:
+        """Record that something happened."""
+        ...
 
-    def refresh(self, scheduler: Scheduler) -> None: ...
+    def refresh(self, scheduler: Scheduler) -> None:
+        """Show the present state."""
+        ...
 
 
 class Gate:

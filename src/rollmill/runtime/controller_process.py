@@ -1,7 +1,7 @@
 """The controller process: preflight, the replicas' arrival, the run, evaluation, a clean end.
 
-Wires the parts; the core decides. Preflight finds what the user can fix (model, data, prompt lengths) before trainer and
-generator start.
+Wires the parts; the core decides. Preflight finds what the user can fix (model, data, prompt lengths) before trainer
+and generator start.
 """
 
 from __future__ import annotations
@@ -28,20 +28,19 @@ from rollmill.controller.translate import scheduler_settings
 from rollmill.environments.load import load_environment
 from rollmill.environments.protocol import Environment
 from rollmill.environments.rendering import Renderer, check_lengths
-from rollmill.environments.single_turn import OverlongPolicy, RolloutSpec, run_rollout
+from rollmill.environments.single_turn import run_rollout
 from rollmill.errors import DeadlineExceeded, EngineDead, ModelError
 from rollmill.generator.client import GeneratorClient
 from rollmill.runtime.fold import Books, fold
-from rollmill.runtime.incarnation import Preflight, ProcessSeconds, read_record, write_record
+from rollmill.runtime.incarnation import Preflight, ProcessSeconds, write_record
 from rollmill.runtime.layout import SUPERVISOR, TRAINER, replica_name
 from rollmill.runtime.process import ProcessContext
 from rollmill.runtime.threads import process_environment
-from rollmill.scheduling.core import Scheduler
 from rollmill.scheduling.events import ReplicaJoined, RunResumed, RunStarted
 from rollmill.scheduling.instructions import StartRollout
 from rollmill.scheduling.settings import SchedulerSettings
 from rollmill.telemetry.run_directory import RunDirectory
-from rollmill.types import Rollout, SamplingParams, Task
+from rollmill.types import Rollout, SamplingParams, Task, derive_seed
 from rollmill.weights.repository import LocalModelRepository
 
 PREPARE_DEADLINE_S = 600.0
@@ -67,7 +66,12 @@ def prepare_model(source: str) -> str:
     """
     command = [sys.executable, "-m", "rollmill.cli", "model", "prepare", source, "--json"]
     result = subprocess.run(
-        command, capture_output=True, text=True, timeout=PREPARE_DEADLINE_S, env=process_environment(threads=1), check=False
+        command,
+        capture_output=True,
+        text=True,
+        timeout=PREPARE_DEADLINE_S,
+        env=process_environment(threads=1),
+        check=False,
     )
     if result.returncode != 0:
         raise ModelError(_error_text(result.stdout) or result.stderr.strip()[-2000:])
@@ -105,7 +109,7 @@ class _Run:
             keep_versions=self.config.weights.keep_versions,
         )
         self.reporter = RunReporter(
-            config=self.config, directory=self.directory, store=store, clock=self.clock, decode=renderer.text
+            config=self.config, directory=self.directory, store=store, clock=self.clock, decode=renderer.decode
         )
         loop = asyncio.get_running_loop()
         try:
@@ -136,8 +140,8 @@ class _Run:
             self.config.environment, run_seed=self.config.run.seed, system_prompt=self.config.model.system_prompt
         )
         longest = check_lengths(
+            environment,
             renderer,
-            (*environment.heldout(), *(environment.task_at(index) for index in range(environment.training_size()))),
             max_model_len=self.config.generator.max_model_len,
             max_new_tokens=self.config.sampling.max_new_tokens,
         )
@@ -230,7 +234,10 @@ class _Run:
             controller.know_version(manifest.policy_version, optimizer_step=manifest.optimizer_step)
         if self._new_run:
             event: RunStarted | RunResumed = RunStarted(
-                at_s=now_s, history_id=incarnation.history_id, optimizer_step=0, policy_version=version,
+                at_s=now_s,
+                history_id=incarnation.history_id,
+                optimizer_step=0,
+                policy_version=version,
                 settings=self._scheduler_settings,
             )
         else:
@@ -266,36 +273,26 @@ class _Run:
             self.reporter.event("replica_joined", replica_id=name, policy_version=status.policy_version)
 
     async def _rollout(self, instruction: StartRollout) -> Rollout:
-        schedule = self.config.schedule
         return await run_rollout(
-            self._spec(instruction),
+            instruction,
             environment=self.environment,
             renderer=self.renderer,
             generate=self.replicas.generate,
-            clock=self.clock,
-            overlong=OverlongPolicy(
-                mode=schedule.overlong,
-                buffer_tokens=schedule.overlong_buffer_tokens,
-                penalty=schedule.overlong_penalty,
-            ),
+            sampling=self._sampling(instruction),
+            schedule=self.config.schedule,
             request_deadline_s=self.config.generator.request_deadline_s,
+            clock=self.clock,
         )
 
-    def _spec(self, instruction: StartRollout) -> RolloutSpec:
+    def _sampling(self, instruction: StartRollout) -> SamplingParams:
         sampling = self.config.sampling
-        return RolloutSpec(
-            rollout_id=instruction.rollout_id,
-            group_id=instruction.group_id,
-            sibling=instruction.sibling,
-            attempt=instruction.attempt,
-            task=self.environment.task_at(instruction.task_index),
-            run_seed=self.config.run.seed,
-            sampling=SamplingParams(
-                temperature=sampling.temperature,
-                top_p=sampling.top_p,
-                top_k=sampling.top_k,
-                max_new_tokens=sampling.max_new_tokens,
-            ),
+        return SamplingParams(
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            max_new_tokens=sampling.max_new_tokens,
+            seed=derive_seed(self.config.run.seed, instruction.group_id, instruction.sibling),
+            stop_token_ids=self.renderer.stop_token_ids,
         )
 
     async def _load_replica(self, replica_id: str, policy_version: int) -> None:
@@ -398,7 +395,9 @@ class _Run:
         until_s = self.clock.now_s() + deadline_s
         while not predicate():
             if self.clock.now_s() >= until_s:
-                raise DeadlineExceeded(f"waited {deadline_s:.0f} s for {what}; the logs of the other processes say why.")
+                raise DeadlineExceeded(
+                    f"waited {deadline_s:.0f} s for {what}; the logs of the other processes say why."
+                )
             await self._ring_or(1.0)
 
     async def _ring_or(self, seconds: float) -> None:

@@ -64,7 +64,12 @@ def record_of_exit(process: str, exit_status: int, *, at_wall_s: float) -> Failu
         hint = " The kernel kills with SIGKILL when memory runs out: see `dmesg`." if name == "SIGKILL" else ""
         message = f"process {process} was killed by {name}.{hint} Its log says what it did last."
         return FailureRecord(
-            process=process, code="killed", message=message, user_error=False, at_wall_s=at_wall_s, exit_status=exit_status
+            process=process,
+            code="killed",
+            message=message,
+            user_error=False,
+            at_wall_s=at_wall_s,
+            exit_status=exit_status,
         )
     message = f"process {process} ended with status {exit_status} and left no reason; its log says what it did last."
     return FailureRecord(

@@ -46,9 +46,7 @@ def fold(store: SampleStore, settings: SchedulerSettings, *, include_unheard: bo
     journaled = 0
     for event in _journaled(store):
         journaled += 1
-        if isinstance(event, RunResumed):
-            heard = event.optimizer_step
-        elif isinstance(event, BatchTrained):
+        if isinstance(event, RunResumed) or isinstance(event, BatchTrained):
             heard = event.optimizer_step
         for instruction in scheduler.handle(event):
             if isinstance(instruction, CloseGroup):
@@ -74,6 +72,6 @@ def _journaled(store: SampleStore) -> Iterator[AnyEvent]:
             yield msgspec.json.decode(entry, type=AnyEvent)
         except msgspec.DecodeError as error:
             raise RunDirectoryError(
-                f"journal entry {offset} cannot be read ({error}). It was written by another version of Rollmill, or the "
-                "file is damaged; resume with the version that wrote it."
+                f"journal entry {offset} cannot be read ({error}). It was written by another version of Rollmill, or "
+                "the file is damaged; resume with the version that wrote it."
             ) from error

@@ -77,9 +77,7 @@ def run_generator(context: ProcessContext) -> None:
     )
 
 
-def _first_weights(
-    context: ProcessContext, repository: LocalModelRepository, *, clock: SystemClock
-) -> WeightManifest:
+def _first_weights(context: ProcessContext, repository: LocalModelRepository, *, clock: SystemClock) -> WeightManifest:
     """Return the newest manifest of this incarnation's history, waiting for it."""
     history_id = context.incarnation.history_id
 

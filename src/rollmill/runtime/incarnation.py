@@ -1,7 +1,7 @@
 """One start of a run: what its processes agree on before they begin.
 
-A run may be stopped and resumed; each start is an incarnation with its own history. The supervisor writes the record, all
-processes read it.
+A run may be stopped and resumed; each start is an incarnation with its own history. The supervisor writes the record,
+all processes read it.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from rollmill.buffer.sqlite import SqliteStore
 from rollmill.errors import CheckpointError
 from rollmill.runtime.incarnation import Incarnation, read_record, write_record
 from rollmill.runtime.layout import ProcessLayout
-from rollmill.weights.checkpoint import latest_checkpoint
+from rollmill.weights.checkpoint import Checkpoint, latest_checkpoint
 
 
 def first_incarnation(layout: ProcessLayout) -> Incarnation:
@@ -46,7 +46,7 @@ def next_incarnation(layout: ProcessLayout) -> Incarnation:
         number=number,
         history_id=f"h{number:03d}",
         optimizer_step=commit.optimizer_step,
-        checkpoint=None if checkpoint is None else str(checkpoint),
+        checkpoint=None if checkpoint is None else str(checkpoint.path),
         trained_group_ids=reconciliation.trained_group_ids,
         abandoned_versions=reconciliation.abandoned_versions,
         parent_version=None if checkpoint is None else commit.policy_version,
@@ -58,14 +58,14 @@ def next_incarnation(layout: ProcessLayout) -> Incarnation:
     return incarnation
 
 
-def newest_checkpoint(root: Path) -> Path | None:
+def newest_checkpoint(root: Path) -> Checkpoint | None:
     """Return the newest checkpoint that verifies, or `None` if the run stopped before its first."""
     if not root.exists() or not any(root.glob("step-*")):
         return None
-    return latest_checkpoint(root).path
+    return latest_checkpoint(root)
 
 
-def commit_point(checkpoint: Path | None) -> CommitPoint:
+def commit_point(checkpoint: Checkpoint | None) -> CommitPoint:
     """Return what the checkpoint says about the books; without one nothing is trained.
 
     Raises:
@@ -74,10 +74,9 @@ def commit_point(checkpoint: Path | None) -> CommitPoint:
     if checkpoint is None:
         return CommitPoint(history_id="", optimizer_step=0, policy_version=0, trained_group_ids=(), journal_offset=0)
     try:
-        record = msgspec.json.decode((checkpoint / "checkpoint.json").read_bytes())
-        return msgspec.convert(record["commit"], CommitPoint)
-    except (OSError, KeyError, msgspec.MsgspecError) as error:
+        return msgspec.convert(checkpoint.commit, CommitPoint)
+    except msgspec.ValidationError as error:
         raise CheckpointError(
-            f"the commit record of {checkpoint} cannot be read ({error}). Remove that checkpoint to resume from the one "
-            "before it."
+            f"the commit record of {checkpoint.path} cannot be read ({error}). Remove that checkpoint to resume from "
+            "the one before it."
         ) from error

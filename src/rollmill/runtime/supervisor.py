@@ -1,7 +1,7 @@
 """The tiny parent of a run: spawns the processes, sees each death through the kernel, ends or stops the rest.
 
-Holds no torch and makes no scheduling decision. `Policy` is pure: it says what a death or a signal means; `Supervisor` does
-it.
+Holds no torch and makes no scheduling decision. `on_exit` and `on_signal` are pure: they say what a death or a
+signal means; `Supervisor` does it.
 
     Waits for                     Woken by         Gives up after
     preflight of the controller   doorbell         PREFLIGHT_DEADLINE_S
@@ -313,9 +313,7 @@ class _Signals:
         self._read.setblocking(False)
         self._write.setblocking(False)
         self._before_fd = signal.set_wakeup_fd(self._write.fileno())
-        self._before = {
-            number: signal.signal(number, self._note) for number in (signal.SIGINT, signal.SIGTERM)
-        }
+        self._before = {number: signal.signal(number, self._note) for number in (signal.SIGINT, signal.SIGTERM)}
         return self
 
     def __exit__(self, *_: object) -> None:

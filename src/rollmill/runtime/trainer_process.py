@@ -1,0 +1,140 @@
+"""The trainer process: loads the policy or a checkpoint, publishes, trains until told that nothing more comes."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+import numpy as np
+
+from rollmill.buffer.doorbell import Doorbell, ring
+from rollmill.buffer.protocol import CommitPoint
+from rollmill.buffer.sqlite import SqliteStore
+from rollmill.clock import SystemClock
+from rollmill.runtime.incarnation import Preflight, ProcessSeconds, read_record, write_record
+from rollmill.runtime.layout import CONTROLLER, replica_name
+from rollmill.runtime.process import ProcessContext
+from rollmill.weights.checkpoint import Checkpoint, model_files, read_checkpoint, write_checkpoint
+from rollmill.weights.repository import LocalModelRepository
+
+if TYPE_CHECKING:
+    from rollmill.trainer.step import Trainer, TrainerState
+
+CANARY_TOKENS = 16
+
+
+def run_trainer(context: ProcessContext) -> None:
+    """Train to the end of the run, or to a clean stop after SIGTERM.
+
+    Raises:
+        Fault: what ended the training; the checkpoint before it stays.
+    """
+    # The generator process loads its own copy meanwhile; nothing here waits for it.
+    from rollmill.trainer.loop import TrainerLoop
+
+    config, layout, clock = context.config, context.layout, SystemClock()
+    preflight = read_record(layout.preflight, Preflight)
+    trainer, checkpoint = _load(context, preflight)
+    stop = _StopFlag()
+    store = SqliteStore(layout.store)
+    with Doorbell.bind(layout.run_directory, context.name) as bell:
+        loop = TrainerLoop(
+            config=config,
+            trainer=trainer,
+            store=store,
+            repository=LocalModelRepository(
+                layout.weights, transport=config.weights.transport, keep_versions=config.weights.keep_versions
+            ),
+            clock=clock,
+            wait=bell.wait,
+            ring=lambda: _ring_others(context),
+            checkpoints=_Checkpoints(context, model_path=Path(preflight.model_path)),
+            history_id=context.incarnation.history_id,
+            canary_token_ids=canary_token_ids(trainer.model.config.vocab_size),
+            should_stop=lambda: stop.asked,
+            say=lambda sentence: print(sentence, file=sys.stderr, flush=True),  # noqa: T201 - the process's own log
+            start_s=context.spawned_at_s,
+            committed_step=None if checkpoint is None else checkpoint.optimizer_step,
+            parent_version=context.incarnation.parent_version,
+        )
+        result = loop.run()
+    store.close()
+    number = context.incarnation.number
+    write_record(
+        layout.seconds(context.name, incarnation=number),
+        ProcessSeconds(
+            process=context.name,
+            incarnation=number,
+            spawned_at_s=context.spawned_at_s,
+            closed_at_s=context.spawned_at_s + result.wall_s,
+            seconds=result.seconds,
+        ),
+    )
+    write_record(
+        layout.trainer_done(incarnation=number),
+        {"reason": result.reason.value, "optimizer_step": result.optimizer_step},
+    )
+    ring(layout.run_directory, CONTROLLER)
+
+
+def canary_token_ids(vocabulary_size: int) -> np.ndarray:
+    """Return int32 [CANARY_TOKENS]: a fixed prompt spread over the vocabulary, the same in every run of a model."""
+    return (np.arange(1, CANARY_TOKENS + 1, dtype=np.int64) * 7919 % vocabulary_size).astype(np.int32)
+
+
+def _load(context: ProcessContext, preflight: Preflight) -> tuple[Trainer, Checkpoint | None]:
+    from rollmill.trainer.model import load_policy
+    from rollmill.trainer.step import Trainer
+
+    config, path = context.config, context.incarnation.checkpoint
+    reference = load_policy(preflight.model_path) if config.algorithm.kl_coefficient > 0 else None
+    if path is None:
+        return Trainer(load_policy(preflight.model_path), config=config, reference=reference), None
+    checkpoint: Checkpoint = read_checkpoint(path)
+    trainer = Trainer(load_policy(path), config=config, reference=reference)
+    trainer.load_state(
+        model=checkpoint.model_tensors(),
+        optimizer=checkpoint.optimizer_tensors(),
+        state=checkpoint.trainer_state,
+    )
+    return trainer, checkpoint
+
+
+def _ring_others(context: ProcessContext) -> None:
+    for name in (CONTROLLER, *(replica_name(index) for index in range(context.config.generator.replicas))):
+        ring(context.layout.run_directory, name)
+
+
+class _Checkpoints:
+    """Writes checkpoints that load as Hugging Face directories."""
+
+    def __init__(self, context: ProcessContext, *, model_path: Path) -> None:
+        self._root = context.layout.checkpoints
+        self._keep = context.config.trainer.keep_checkpoints
+        self._extra_files = model_files(model_path)
+
+    def write(self, state: TrainerState, *, commit: CommitPoint) -> None:
+        write_checkpoint(
+            self._root,
+            optimizer_step=commit.optimizer_step,
+            model_tensors=state.model,
+            optimizer_tensors=state.optimizer,
+            commit=msgspec.to_builtins(commit),
+            trainer_state=state.state,
+            extra_files=self._extra_files,
+            keep=self._keep,
+        )
+
+
+class _StopFlag:
+    """True after SIGTERM."""
+
+    def __init__(self) -> None:
+        self.asked = False
+        signal.signal(signal.SIGTERM, self._ask)
+
+    def _ask(self, *_: object) -> None:
+        self.asked = True
