@@ -77,7 +77,7 @@ types: $(VENV)/.dev ## Check types
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
 docs: $(VENV)/.docs ## Build the documentation into site/
-	$(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 bench: $(VENV)/.run ## Measure the main job on three seeds; writes benchmarks/main_job/result.json
 	$(BIN)/python benchmarks/main_job/run.py $(ARGS)
