@@ -17,7 +17,7 @@ from rollmill.types import Outcome, raw_reward_of, shaped_reward_of
 AdvantageKind = Literal["grpo", "dr_grpo", "rloo"]
 
 SIGNAL_TOLERANCE = 1e-6
-"""Rewards closer than this (relative to the largest, at least 1) are equal: a mean of floats differs from them by noise."""
+"""Rewards closer than this (relative to the largest, at least 1) are equal: sums of floats differ by such noise."""
 
 
 class GroupAdvantages(msgspec.Struct, frozen=True, kw_only=True):

@@ -19,8 +19,8 @@ def correction_weights(
 ) -> torch.Tensor:
     """Return the weight of each token: how much likelier the proximal policy was to sample it, bounded.
 
-    `truncated_is` takes min(ratio, cap): biased, variance bounded. `masked_is` takes the ratio inside [1 / cap, cap] and
-    0 outside: tokens too far off teach nothing. `none` takes 1.
+    `truncated_is` takes min(ratio, cap): biased, variance bounded. `masked_is` takes the ratio inside [1 / cap, cap]
+    and 0 outside: tokens too far off teach nothing. `none` takes 1.
 
     Args:
         proximal: float [tokens] log-probs before the update, detached.

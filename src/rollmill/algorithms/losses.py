@@ -181,7 +181,7 @@ def policy_loss(batch: TokenBatch, *, settings: LossSettings, denominator: float
     shares = token_weights(
         settings.normalisation, mask=mask, sequence_index=batch.sequence_index, denominator=denominator
     )
-    # not a product with the mask: 0 * NaN is NaN, and a masked token must not reach the sum at all
+    # not a product with the mask: 0 * NaN is NaN, and a masked token must reach neither the sum nor the gradient
     per_token = torch.where(mask, per_token, 0.0)
     return LossOutput(
         loss=(shares * per_token).sum(),
@@ -194,16 +194,17 @@ def _surrogate(
     batch: TokenBatch, log_ratio: torch.Tensor, *, settings: LossSettings
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     low, high = settings.clip_low, settings.clip_high
+    advantages = torch.where(batch.mask, batch.advantages, 0.0)
     if settings.loss == "gspo":
         log_ratio = sequence_log_ratio(log_ratio, mask=batch.mask, sequence_index=batch.sequence_index)
     ratio = torch.exp(log_ratio)
     if settings.loss == "cispo":
         loss, clipped = cispo_loss(
-            torch.where(batch.mask, batch.logprobs, 0.0), ratio, batch.advantages, clip_low=low, clip_high=high
+            torch.where(batch.mask, batch.logprobs, 0.0), ratio, advantages, clip_low=low, clip_high=high
         )
     else:
         # DAPO is this clip with clip_high above clip_low, and token normalisation
-        loss, clipped = clipped_loss(ratio, batch.advantages, clip_low=low, clip_high=high)
+        loss, clipped = clipped_loss(ratio, advantages, clip_low=low, clip_high=high)
     return loss, ratio, clipped
 
 

@@ -1,7 +1,7 @@
 """What the trainer's loop decides, without doing any of it.
 
-Three questions: go on waiting for a batch or not, may this batch be trained, is a checkpoint due. Pure functions, so that
-tests ask them directly.
+The questions: go on waiting for a batch or not, may this batch be trained, is a checkpoint or a publication due. Pure
+functions, so that tests ask them directly.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ def decide_wait(
     """Return what to do when no batch is assigned for this step.
 
     Args:
-        phase: note of the controller, read before the store was asked for a batch: "finishing" is written after the last
-            assignment, so an empty store that was read later is really empty.
+        phase: note of the controller, read before the store was asked for a batch: "finishing" is written after the
+            last assignment, so an empty store that was read later is really empty.
         stop: the process was asked to stop.
         waited_s: since the wait began.
         deadline_s: longest wait.
@@ -84,8 +84,8 @@ def loss_steps(group: Group, *, optimizer_step_of: Callable[[int], int]) -> tupl
     oldest = min(steps)
     if oldest != group.oldest_optimizer_step:
         raise InvariantViolation(
-            f"group {group.group_id} says its oldest token is of optimizer step {group.oldest_optimizer_step}, its version "
-            f"spans (versions {sorted(versions)}) say {oldest}. The versions were mislabelled when the group was closed."
+            f"group {group.group_id} says its oldest token is of optimizer step {group.oldest_optimizer_step}, its "
+            f"version spans (versions {sorted(versions)}) say {oldest}. The group was closed with other labels."
         )
     return oldest, max(steps)
 
@@ -112,8 +112,8 @@ def check_staleness(
             )
         if newest > optimizer_step:
             raise StalenessViolation(
-                f"group {group.group_id} has tokens of optimizer step {newest}, the trainer is at {optimizer_step}: those "
-                "weights belong to an abandoned history, and the core must not assign them. Nothing was trained."
+                f"group {group.group_id} has tokens of optimizer step {newest}, the trainer is at {optimizer_step}: "
+                "those weights belong to an abandoned history; the core must not assign them. Nothing was trained."
             )
 
 

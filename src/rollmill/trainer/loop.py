@@ -330,6 +330,6 @@ class TrainerLoop:
 
 
 _GIVE_UP = (
-    " That is trainer.batch_deadline_s: generation has stopped or is far slower than expected. Look at the stall report "
-    "and the generator's log, or raise trainer.batch_deadline_s."
+    " That is trainer.batch_deadline_s: generation has stopped or is far slower than expected. Look at the stall "
+    "report and the generator's log, or raise trainer.batch_deadline_s."
 )

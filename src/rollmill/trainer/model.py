@@ -20,6 +20,6 @@ def load_policy(path: str | Path) -> PreTrainedModel:
         return AutoModelForCausalLM.from_pretrained(str(path), dtype=torch.float32, local_files_only=True)
     except (OSError, ValueError) as error:
         raise ModelError(
-            f"the model in {path} cannot be loaded for training: {error}. Run `rollmill model prepare` again, or name a "
-            "directory with config.json and safetensors of a causal language model."
+            f"the model in {path} cannot be loaded for training: {error}. Run `rollmill model prepare` again, or name "
+            "a directory with config.json and safetensors of a causal language model."
         ) from error

@@ -42,6 +42,7 @@ class Sample:
 
     @property
     def loss_tokens(self) -> int:
+        """Tokens in the loss."""
         return int(self.loss_mask.sum())
 
 
@@ -101,6 +102,7 @@ class StepPlan:
 
     @property
     def loss_tokens(self) -> int:
+        """Tokens in the loss, over all sequences of the step."""
         return sum(self.sequence_tokens)
 
 
@@ -123,8 +125,8 @@ def check_rollout(rollout: Rollout) -> None:
     sampling = rollout.sampling
     if sampling.temperature <= 0 or sampling.top_p < 1.0 or sampling.top_k > 0:
         raise DataError(
-            f"rollout {rollout.rollout_id} was sampled with temperature {sampling.temperature}, top_p {sampling.top_p}, "
-            f"top_k {sampling.top_k}; the trainer scores the full distribution at a temperature above 0. "
+            f"rollout {rollout.rollout_id} was sampled with temperature {sampling.temperature}, top_p {sampling.top_p} "
+            f"and top_k {sampling.top_k}; the trainer scores the full distribution at a temperature above 0. "
             "Set sampling.temperature > 0, sampling.top_p = 1 and sampling.top_k = 0."
         )
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -55,9 +55,9 @@ class _Sums:
     """What the micro-batches of a step add up to."""
 
     loss: float = 0.0
-    statistics: LossStatistics = LossStatistics()
-    fresh: Mismatch = Mismatch()
-    stale: Mismatch = Mismatch()
+    statistics: LossStatistics = field(default_factory=LossStatistics)
+    fresh: Mismatch = field(default_factory=Mismatch)
+    stale: Mismatch = field(default_factory=Mismatch)
 
 
 def loss_settings(settings: AlgorithmSettings) -> LossSettings:
@@ -150,8 +150,8 @@ class Trainer:
         )
         if not plan.micro_batches:
             raise InvariantViolation(
-                f"a batch of {len(groups)} groups has no sequence with a non-zero advantage; groups without signal must "
-                "be filtered before they are assigned."
+                f"a batch of {len(groups)} groups has no sequence with a non-zero advantage; groups without signal "
+                "must be filtered before they are assigned."
             )
         denominator = loss_denominator(
             self._loss.normalisation,
@@ -183,8 +183,8 @@ class Trainer:
             if self._reference is not None:
                 with torch.no_grad():
                     reference = packed_logprobs(self._reference, packed)
-        # The proximal policy is the policy before this update. A batch gets exactly one update, so it is the policy that
-        # was just scored: no second pass, a ratio of 1 that still carries the gradient, and the distance to the
+        # The proximal policy is the policy before this update. A batch gets exactly one update, so it is the policy
+        # that was just scored: no second pass, a ratio of 1 that still carries the gradient, and the distance to the
         # behaviour policy is the correction's alone.
         proximal = logprobs.detach()
         output = policy_loss(
@@ -227,7 +227,7 @@ class Trainer:
             )
         limit = self._config.trainer.max_grad_norm
         if norm > limit:
-            torch._foreach_mul_(gradients, limit / norm)
+            torch.nn.utils.clip_grads_with_norm_(self._parameters.values(), limit, torch.tensor(norm))
         return norm
 
     def _update(self) -> float:
@@ -351,9 +351,9 @@ def _check_finite(batch: MicroBatch, output: LossOutput, *, step: int) -> None:
     broken = np.unique(batch.sequence_index[~torch.isfinite(output.per_token).numpy()])
     rollout_ids = tuple(batch.rollout_ids[i] for i in broken) or batch.rollout_ids
     raise NumericalFault(
-        f"the loss of step {step + 1} is {float(output.loss.detach())}: {len(rollout_ids)} rollouts have terms that are "
-        f"not finite ({', '.join(rollout_ids[:8])}). The weights are unchanged. If the samples look sane, the policy has "
-        "diverged: go back to the checkpoint before and lower trainer.learning_rate.",
+        f"the loss of step {step + 1} is {float(output.loss.detach())}: {len(rollout_ids)} rollouts have terms that "
+        f"are not finite ({', '.join(rollout_ids[:8])}). The weights are unchanged. If the samples look sane, "
+        "the policy has diverged: go back to the checkpoint before and lower trainer.learning_rate.",
         rollout_ids=rollout_ids,
     )
 
@@ -363,7 +363,7 @@ def _check_tensors(what: str, wanted: Mapping[str, torch.Tensor], got: Mapping[s
     shapes = [name for name in wanted.keys() & got.keys() if wanted[name].shape != got[name].shape]
     if missing or extra or shapes:
         raise CheckpointError(
-            f"the checkpoint's {what} tensors do not fit this model: {len(missing)} missing {missing[:3]}, {len(extra)} "
-            f"unknown {extra[:3]}, {len(shapes)} of another shape {sorted(shapes)[:3]}. It belongs to another model; "
-            "resume with the model.source that the run was started with."
+            f"the checkpoint's {what} tensors do not fit this model: {len(missing)} missing {missing[:3]}, "
+            f"{len(extra)} unknown {extra[:3]}, {len(shapes)} of another shape {sorted(shapes)[:3]}. It is of another "
+            "model; resume with the model.source that the run was started with."
         )
