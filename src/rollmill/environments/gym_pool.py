@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 GENERATION_LIMIT_S = 600.0
 """Longest time to generate a pool; some families search for a second per problem."""
+_HANG_GRACE_S = 60.0  # time past the limit for the import and for the problem in hand; then the child is killed
 
 # The sentence around the expression is dress in these families: two wordings of one expression are one problem.
 _EXPRESSION_FAMILIES = frozenset({"basic_arithmetic", "chain_sum", "decimal_chain_sum", "products"})
@@ -141,10 +142,13 @@ def generate_in_child(mixes: Sequence[Mix], *, limit_s: float = GENERATION_LIMIT
     command = [sys.executable, "-P", "-m", "rollmill.environments.gym_pool"]
     request = msgspec.msgpack.encode([list(mixes), limit_s])
     try:
-        done = subprocess.run(command, input=request, capture_output=True, env=environment, timeout=2 * limit_s)
+        done = subprocess.run(
+            command, input=request, capture_output=True, env=environment, timeout=limit_s + _HANG_GRACE_S
+        )
     except subprocess.TimeoutExpired as error:
         raise DataError(
-            f"generating the pool did not end within {2 * limit_s:g} s and was killed: one problem hangs. "
+            f"generating the pool did not end within {limit_s + _HANG_GRACE_S:g} s and was killed: one problem "
+            "hangs. "
             "Choose another family or ease its options."
         ) from error
     if done.returncode != 0:
