@@ -19,9 +19,8 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 FENCE = re.compile(r"^```(\w+)[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\((?!https?:|#)([^)#\s]+)")
-SETTING = re.compile(
-    r"`(?:--set )?((?:%s)\.[a-z_]+)\b" % "|".join(sorted({key.partition(".")[0] for key in all_keys()}))
-)
+SECTIONS = "|".join(sorted({key.partition(".")[0] for key in all_keys()}))
+SETTING = re.compile(rf"`(?:--set )?((?:{SECTIONS})\.[a-z_]+)\b")
 
 
 def blocks(*languages: str) -> Iterator[tuple[Path, str]]:

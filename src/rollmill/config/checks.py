@@ -199,9 +199,7 @@ def _slots(config: RollmillConfig) -> Iterator[str]:
             f"generator.max_slots is {generator.max_slots} and a group has {members} siblings: one group never runs "
             f"at once on a replica. Raise generator.max_slots to {members} or more."
         )
-    ceiling = int(
-        (schedule.max_staleness + 1) * schedule.batch_groups * schedule.group_size * schedule.group_oversampling
-    )
+    ceiling = int((schedule.max_staleness + 1) * schedule.batch_groups * schedule.group_oversampling) * members
     if slots > ceiling:
         yield (
             f"{slots} slots, but at most {ceiling} rollouts may be promised: "

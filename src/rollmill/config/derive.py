@@ -90,8 +90,8 @@ class Derived(msgspec.Struct, frozen=True, kw_only=True):
         rollouts_per_step: `batch_groups * group_size`, rollouts of one optimizer step.
         rollouts_of_run: the same over all steps, without those that carry no signal.
         members_per_group: siblings dispatched per group, with the surplus.
-        stock_ceiling_rollouts: most rollouts promised and not yet trained: `(max_staleness + 1) * rollouts_per_step`,
-            times `group_oversampling`.
+        stock_ceiling_rollouts: most rollouts promised and not yet trained, without the surplus of a group: whole
+            groups, `(max_staleness + 1) * batch_groups * group_oversampling` of them.
         slots: sequences decoded at once over all replicas.
         tokens_per_step_at_most: output tokens of one step if every rollout reaches the cap.
         packed_tokens_per_step_at_most: the same with each prompt once, prompts as long as the context allows.
@@ -135,7 +135,8 @@ def derive(config: RollmillConfig, *, facts: Any = None) -> Derived:
         rollouts_per_step=rollouts,
         rollouts_of_run=rollouts * config.run.steps,
         members_per_group=schedule.group_size + schedule.member_oversampling,
-        stock_ceiling_rollouts=int((schedule.max_staleness + 1) * rollouts * schedule.group_oversampling),
+        stock_ceiling_rollouts=int((schedule.max_staleness + 1) * schedule.batch_groups * schedule.group_oversampling)
+        * schedule.group_size,
         slots=config.generator.replicas * config.generator.max_slots,
         tokens_per_step_at_most=rollouts * config.sampling.max_new_tokens,
         packed_tokens_per_step_at_most=rollouts * config.sampling.max_new_tokens

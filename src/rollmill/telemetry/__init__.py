@@ -5,7 +5,7 @@ from rollmill.telemetry.interval import Proportion, proportion, wilson
 from rollmill.telemetry.live import LiveView, choose_mode, render_live, step_line
 from rollmill.telemetry.memory import MemoryUse, memory_of, tree_of
 from rollmill.telemetry.run_directory import RESUMABLE, RunDirectory
-from rollmill.telemetry.summary import build_summary, check_books, evaluation_entry, render_summary
+from rollmill.telemetry.summary import build_summary, check_books, render_summary
 
 __all__ = [
     "RESUMABLE",
@@ -18,7 +18,6 @@ __all__ = [
     "build_summary",
     "check_books",
     "choose_mode",
-    "evaluation_entry",
     "memory_of",
     "proportion",
     "read_jsonl",

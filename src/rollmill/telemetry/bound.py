@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 SENTENCES = {
-    "trainer": "The trainer is the bound: batches wait for it.",
-    "generator": "The generator is the bound: the trainer waits while every slot is busy.",
-    "admission": "Admission is the bound: the staleness budget allows no further rollout until the trainer steps.",
-    "weights": "Loading weights is the bound: rollouts wait for the new version.",
-    "data": "The data is the bound: no further task may be drawn.",
-    "start": "Starting: nothing was measured yet.",
+    "trainer": "The trainer is the bound: it always has a batch at hand.",
+    "generator": "The generator is the bound: the trainer waits for rollouts that run.",
+    "admission": "Admission is the bound: the trainer waits, slots are free, and the staleness budget allows no more rollouts.",
+    "weights": "Loading weights is the bound: no rollout may start before the newer version is loaded.",
+    "data": "The data has ended, or the run is stopping.",
+    "start": "Starting: no batch has been taken yet.",
 }
 """Bound -> one sentence that says who waits for whom."""
 

@@ -13,7 +13,6 @@ from typing import Any
 from rollmill.errors import InvariantViolation
 from rollmill.telemetry.advice import advise
 from rollmill.telemetry.bound import bound_sentence
-from rollmill.telemetry.interval import proportion
 
 SCHEMA_VERSION = 1
 
@@ -30,23 +29,6 @@ REASONS = {
     "stopped": "it was stopped",
     "failed": "it failed",
 }
-
-
-def evaluation_entry(
-    successes: int, n: int, *, policy_version: int, optimizer_step: int, temperature: float, wall_s: float
-) -> dict[str, Any]:
-    """Return what `eval.before` and `eval.after` hold: accuracy with its 95 % interval, and which policy was asked.
-
-    Raises:
-        ValueError: if `n` is below 1 or `successes` lies outside [0, n].
-    """
-    return {
-        **proportion(successes, n).as_dict(),
-        "policy_version": policy_version,
-        "optimizer_step": optimizer_step,
-        "temperature": temperature,
-        "wall_s": wall_s,
-    }
 
 
 def build_summary(
@@ -80,7 +62,9 @@ def build_summary(
         steps: optimizer steps committed.
         wall_s: from start to end, over all incarnations.
         cpu_s: CPU seconds of all processes.
-        eval_before, eval_after: from `evaluation_entry`; `None` where none was made.
+        eval_before, eval_after: `accuracy`, `low`, `high`, `n` (see `rollmill.telemetry.interval`), and
+            `policy_version` or `policy_versions`, of which the newest is taken; further keys are kept. `None` where
+            no evaluation was made.
         rollouts: `admitted`, `in_flight`, `suspended`, `buffered`, `trained` and `dropped` ({reason: count}).
         seconds: owner (`trainer`, `generator-0`) -> cause -> seconds.
         seconds_wall_s: owner -> wall seconds that its causes must sum to.
@@ -102,7 +86,7 @@ def build_summary(
         "run": run,
         "reason": reason,
         "resume": resume,
-        "eval": {"before": _plain(eval_before), "after": _plain(eval_after)},
+        "eval": {"before": _evaluation(eval_before), "after": _evaluation(eval_after)},
         "wall_s": wall_s,
         "cpu_s": cpu_s,
         "steps": steps,
@@ -242,5 +226,9 @@ def _rollouts(rollouts: Mapping[str, Any]) -> dict[str, Any]:
     return {**counts, "dropped": {str(reason): int(count) for reason, count in rollouts["dropped"].items()}}
 
 
-def _plain(entry: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    return None if entry is None else dict(entry)
+def _evaluation(entry: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    if entry is None:
+        return None
+    versions = entry.get("policy_versions", ())
+    newest = {"policy_version": max(versions)} if versions else {}
+    return {**newest, **entry}

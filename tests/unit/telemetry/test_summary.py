@@ -5,18 +5,18 @@ import json
 import pytest
 
 from rollmill.errors import InvariantViolation
+from rollmill.telemetry.interval import proportion
 from rollmill.telemetry.summary import (
     build_summary,
     check_books,
     duration,
-    evaluation_entry,
     render_summary,
     unbalanced,
 )
 
 
 def evaluation(successes: int, *, version: int = 1) -> dict:
-    return evaluation_entry(successes, 100, policy_version=version, optimizer_step=version, temperature=0.0, wall_s=9.0)
+    return {**proportion(successes, 100).as_dict(), "policy_version": version, "temperature": 0.0}
 
 
 def sound(**changes) -> dict:
@@ -65,6 +65,11 @@ def test_the_document_has_the_stable_interface():
     assert summary["staleness"] == {"mean": 0.75, "max": 2, "budget": 2}
     assert summary["useful_tokens_per_s"] == 10.0  # 2000 / 200 s
     assert json.loads(json.dumps(summary)) == summary
+
+
+def test_an_evaluation_names_the_newest_policy_that_answered():
+    entry = {**proportion(1, 2).as_dict(), "policy_versions": (4, 5)}
+    assert sound(eval_after=entry)["eval"]["after"]["policy_version"] == 5
 
 
 def test_books_that_balance_raise_nothing():
