@@ -5,7 +5,7 @@ from __future__ import annotations
 SENTENCES = {
     "trainer": "The trainer is the bound: it always has a batch at hand.",
     "generator": "The generator is the bound: the trainer waits for rollouts that run.",
-    "admission": "Admission is the bound: the trainer waits, slots are free, and the staleness budget allows no more rollouts.",
+    "admission": "Admission is the bound: slots are free, and the staleness budget allows no more rollouts.",
     "weights": "Loading weights is the bound: no rollout may start before the newer version is loaded.",
     "data": "The data has ended, or the run is stopping.",
     "start": "Starting: no batch has been taken yet.",
