@@ -1,8 +1,8 @@
 """T20: scorers that hang, raise, or run off the main thread.
 
-Reported elsewhere: a signal-based timeout fails off the main thread and every math reward is 0 (verl 3407, 5635); without
-it one expression hangs the run (verl 5839); a timed-out grader keeps its pool slot for ever (AReaL 1426); the alarm
-fires inside the event loop and wedges it (cookbook 438).
+Reported elsewhere: a signal-based timeout fails off the main thread and every math reward is 0 (verl 3407, 5635);
+without it one expression hangs the run (verl 5839); a timed-out grader keeps its pool slot for ever (AReaL 1426); the
+alarm fires inside the event loop and wedges it (cookbook 438).
 """
 
 from __future__ import annotations

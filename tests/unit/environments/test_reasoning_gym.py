@@ -143,7 +143,7 @@ def test_shares_are_rounded_by_largest_remainder_and_sum_to_the_pool() -> None:
 
 def test_a_family_whose_weight_gives_it_no_draw_is_refused_with_a_pool_that_works() -> None:
     tasks = [TaskMix(name="a", weight=999), TaskMix(name="b", weight=1)]
-    with pytest.raises(ConfigError, match="environment.pool_size to 1001 or more"):
+    with pytest.raises(ConfigError, match=r"environment\.pool_size to 1001 or more"):
         plan_mixes(tasks, pool_size=100)
     assert min(mix.draws for mix in plan_mixes(tasks, pool_size=1001)) >= 1
 
@@ -169,7 +169,7 @@ def test_a_bad_option_is_refused_before_anything_is_generated(options: dict[str,
 
 
 def test_a_scorer_that_could_never_reward_is_refused() -> None:
-    with pytest.raises(DataError, match="can never reward 20 of 20 problems .of letter_jumble.*'dataset'"):
+    with pytest.raises(DataError, match=r"can never reward 20 of 20 problems .of letter_jumble.*'dataset'"):
         build(settings_of(TaskMix(name="letter_jumble"), pool_size=20))
 
 

@@ -99,7 +99,7 @@ def test_a_model_in_which_nothing_ends_a_reply_is_refused(tmp_path: Path) -> Non
 
 
 def test_a_tokenizer_without_chat_template_is_refused_with_the_next_action(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="no chat template.*Use an instruction-tuned model"):
+    with pytest.raises(ModelError, match=r"no chat template.*Use an instruction-tuned model"):
         Renderer(build_model(tmp_path, template=None))
 
 

@@ -182,7 +182,7 @@ def test_a_turn_that_did_not_finish_is_raised_and_never_scored(stop: StopReason,
         )
 
     faults = FaultInjector({})
-    with pytest.raises(error, match="g0/1.2/turn0.*after 2 tokens"):
+    with pytest.raises(error, match=r"g0/1\.2/turn0.*after 2 tokens"):
         rollout("", environment=ScriptedEnvironment(size=1, faults=faults), generate=generate)
     assert faults.calls("score") == 0
 

@@ -87,7 +87,7 @@ def test_too_few_held_out_problems_name_both_numbers_and_a_fraction_that_works()
 
 
 def test_a_pool_smaller_than_the_held_out_list_says_that_no_fraction_is_enough() -> None:
-    with pytest.raises(DataError, match="No fraction is enough: lower environment.heldout_size below 20"):
+    with pytest.raises(DataError, match=r"No fraction is enough: lower environment\.heldout_size below 20"):
         split_problems(sums(20), heldout_size=40, heldout_fraction=0.5)
 
 
