@@ -1,1 +1,36 @@
-"""."""
+"""Weights: the model repository, checkpoints, and models by name. Importing it loads no torch."""
+
+from rollmill.weights.catalog import CatalogEntry, catalog
+from rollmill.weights.checkpoint import (
+    Checkpoint,
+    latest_checkpoint,
+    list_checkpoints,
+    model_files,
+    read_checkpoint,
+    write_checkpoint,
+)
+from rollmill.weights.inspection import ModelFacts, inspect
+from rollmill.weights.prepare import PreparedModel, prepare
+from rollmill.weights.protocol import ModelRepository
+from rollmill.weights.repository import Adoption, LocalModelRepository
+from rollmill.weights.transport import resolve_transport, sweep_shared_memory
+
+__all__ = [
+    "Adoption",
+    "CatalogEntry",
+    "Checkpoint",
+    "LocalModelRepository",
+    "ModelFacts",
+    "ModelRepository",
+    "PreparedModel",
+    "catalog",
+    "inspect",
+    "latest_checkpoint",
+    "list_checkpoints",
+    "model_files",
+    "prepare",
+    "read_checkpoint",
+    "resolve_transport",
+    "sweep_shared_memory",
+    "write_checkpoint",
+]

@@ -55,6 +55,7 @@ def write_whole(path: Path, data: bytes) -> None:
 
 def write_sealed_json(path: Path, content: dict[str, Any]) -> None:
     """Write readable JSON with the sha256 of its content, whole or not at all."""
+    content = json.loads(json.dumps(content, allow_nan=False))  # digest what a reader will see: keys are strings
     sealed = {"sha256": _digest(content), "content": content}
     write_whole(path, json.dumps(sealed, indent=2, allow_nan=False).encode() + b"\n")
 

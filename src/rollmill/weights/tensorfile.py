@@ -40,7 +40,7 @@ _CODES = {
     "uint8": "U8",
     "bool": "BOOL",
 }
-_NAMES = {code: name for name, code in _CODES.items()}
+DTYPE_NAMES = {code: name for name, code in _CODES.items()}
 _LONGEST_HEADER_BYTES = 100_000_000  # the library's own limit
 # Copy and digest in pieces that stay in the core's cache, so that the digest does not read from memory again.
 _PIECE_BYTES = 1 << 20
@@ -96,7 +96,7 @@ def digest_file(path: Path) -> dict[str, TensorEntry]:
             with view[start + low : start + high] as data:
                 digest = hashlib.sha256(data).hexdigest()
             entries[name] = TensorEntry(
-                dtype=_NAMES.get(entry["dtype"], str(entry["dtype"])),
+                dtype=DTYPE_NAMES.get(entry["dtype"], str(entry["dtype"])),
                 shape=tuple(entry["shape"]),
                 nbytes=high - low,
                 sha256=digest,
