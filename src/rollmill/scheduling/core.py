@@ -67,12 +67,7 @@ class Scheduler:
             settings=settings,
             ledger=RolloutLedger(),
             book=GroupBook(max_staleness=settings.max_staleness),
-            rates=Rates.from_priors(
-                batch_rollouts=settings.batch_groups * settings.group_size,
-                step_s=settings.prior_step_s,
-                group_s=settings.prior_group_s,
-                signal=settings.prior_yield,
-            ),
+            rates=Rates.from_priors(settings),
         )
         self._bound = bound_by(self._state).value
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from rollmill.scheduling.settings import SchedulerSettings
+
 _DECAY = 0.9
 _PRIOR_OBSERVATIONS = 2.0
 
@@ -60,10 +62,11 @@ class Rates:
     group_s: Ratio
 
     @classmethod
-    def from_priors(cls, *, batch_rollouts: int, step_s: float, group_s: float, signal: float) -> Rates:
+    def from_priors(cls, settings: SchedulerSettings) -> Rates:
         """Start from the configured priors."""
+        batch_rollouts = settings.batch_groups * settings.group_size
         return cls(
-            consumption=Ratio.from_prior(batch_rollouts / step_s, unit=step_s),
-            signal=Ratio.from_prior(signal, observations=8.0, decay=0.98),
-            group_s=Ratio.from_prior(group_s, observations=4.0, decay=0.95),
+            consumption=Ratio.from_prior(batch_rollouts / settings.prior_step_s, unit=settings.prior_step_s),
+            signal=Ratio.from_prior(settings.prior_yield, observations=8.0, decay=0.98),
+            group_s=Ratio.from_prior(settings.prior_group_s, observations=4.0, decay=0.95),
         )

@@ -10,6 +10,7 @@ from rollmill.scheduling.failures import refresh_replicas
 from rollmill.scheduling.groups import PENDING, GroupRecord, GroupState
 from rollmill.scheduling.instructions import DropReason
 from rollmill.scheduling.lifecycle import drop_group, settle_member
+from rollmill.scheduling.rates import Rates
 from rollmill.scheduling.state import State
 from rollmill.scheduling.training import mark_trained
 from rollmill.scheduling.weights import register_version
@@ -27,6 +28,7 @@ def on_run_started(state: State, event: RunStarted) -> None:
             "a run that goes on is told RunResumed."
         )
     _begin(state, event)
+    state.rates = Rates.from_priors(state.settings)
 
 
 def on_run_resumed(state: State, event: RunResumed) -> None:
