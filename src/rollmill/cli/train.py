@@ -84,7 +84,8 @@ def _plan(loaded: LoadedConfig) -> Plan:
 
 def _model_facts(source: str) -> object | None:
     """Return the facts of a model that is ready; `None` for one that is yet to be prepared."""
-    from rollmill.weights.prepare import find_prepared, inspect
+    from rollmill.weights.inspection import inspect
+    from rollmill.weights.prepare import find_prepared
 
     try:
         path = find_prepared(source)

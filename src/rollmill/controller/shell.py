@@ -6,7 +6,7 @@ instructions are obeyed. Whatever is lost in between is started again by the fol
     Loop        Waits for                              Woken by             Gives up after
     decide      events                                 the event, a tick    never: a tick comes every second
     watch       weights and steps of the trainer       doorbell             one second, then looks again
-    tick        time                                   clock                run.stall_limit_s: fails with who waits for whom
+    tick        time                                   clock                run.stall_limit_s: says who waits for whom
     rollout     replica, scorer                        reply                its deadline; the core dispatches it again
     load        replica                                reply                load deadline
     evaluation  replica, scorer                        reply                evaluation.deadline_s

@@ -80,7 +80,7 @@ def event_of_rollout(
 
 
 def event_of_error(rollout_id: str, error: BaseException, *, at_s: float) -> RolloutFailed:
-    """Return what the core hears of an error: engine, deadline and environment faults are infrastructure; the rest, data."""
+    """Return what the core hears of an error: engine, deadline and environment faults are infrastructure."""
     infra = isinstance(error, EngineError | DeadlineExceeded | EnvironmentFault)
     return RolloutFailed(
         at_s=at_s,

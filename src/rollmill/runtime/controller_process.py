@@ -31,6 +31,7 @@ from rollmill.environments.rendering import Renderer, check_lengths
 from rollmill.environments.single_turn import run_rollout
 from rollmill.errors import DeadlineExceeded, EngineDead, ModelError
 from rollmill.generator.client import GeneratorClient
+from rollmill.generator.state import ReplicaState
 from rollmill.runtime.fold import Books, fold
 from rollmill.runtime.incarnation import Preflight, ProcessSeconds, write_record
 from rollmill.runtime.layout import SUPERVISOR, TRAINER, replica_name
@@ -46,6 +47,7 @@ from rollmill.weights.repository import LocalModelRepository
 PREPARE_DEADLINE_S = 600.0
 REPLICA_DEADLINE_S = 300.0
 STATUS_EVERY_S = 2.0
+LOST_STATES = (ReplicaState.DIRTY, ReplicaState.DEAD)
 
 
 def run_controller(context: ProcessContext) -> None:
@@ -318,7 +320,8 @@ class _Run:
                 # A replica whose process died shows at the supervisor, with its first error.
                 with contextlib.suppress(EngineDead, DeadlineExceeded):
                     status = await client.status()
-                    lost = f"{name} is {status.state}: {status.reason}. Its log has more." if status.lost else lost
+                    if status.state in LOST_STATES:
+                        lost = f"{name} is {status.state.value}: {status.reason}. Its log has more."
                     tokens += status.output_tokens
                     for cause, seconds in status.seconds.items():
                         total[cause] = total.get(cause, 0.0) + seconds

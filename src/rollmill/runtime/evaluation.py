@@ -29,7 +29,8 @@ def evaluate_checkpoint(source: str, *, config: RollmillConfig) -> dict[str, Any
 
 async def _evaluate(source: str, *, config: RollmillConfig) -> dict[str, Any]:
     from rollmill.generator.main import build_engine
-    from rollmill.weights.prepare import load_tensors, prepare
+    from rollmill.trainer.model import load_policy
+    from rollmill.weights.prepare import prepare
 
     clock = SystemClock()
     path = Path(source) if (Path(source) / "config.json").exists() else Path(prepare(source).path)
@@ -44,7 +45,7 @@ async def _evaluate(source: str, *, config: RollmillConfig) -> dict[str, Any]:
         threads=config.generator.threads,
         max_slots=config.generator.max_slots,
         max_model_len=config.generator.max_model_len,
-        tensors=load_tensors(path),
+        tensors={name: parameter.detach() for name, parameter in load_policy(path).named_parameters()},
         policy_version=0,
         digest="",
         clock=clock,

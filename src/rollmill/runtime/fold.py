@@ -46,7 +46,7 @@ def fold(store: SampleStore, settings: SchedulerSettings, *, include_unheard: bo
     journaled = 0
     for event in _journaled(store):
         journaled += 1
-        if isinstance(event, RunResumed) or isinstance(event, BatchTrained):
+        if isinstance(event, RunResumed | BatchTrained):
             heard = event.optimizer_step
         for instruction in scheduler.handle(event):
             if isinstance(instruction, CloseGroup):

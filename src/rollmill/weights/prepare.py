@@ -72,8 +72,17 @@ def prepare(source: str | Path, *, cache_dir: str | Path | None = None) -> Prepa
         if entry.name == str(source):
             return _from_catalog(entry, cache_dir=cache_directory(cache_dir))
     if Path(source).is_dir():
-        return _describe(Path(source).resolve(), name=str(source))
+        return _described(Path(source).resolve(), name=str(source))
     return _from_hub(str(source))
+
+
+def find_prepared(source: str | Path, *, cache_dir: str | Path | None = None) -> Path | None:
+    """Return the directory of a source that is ready now, without preparing anything; `None` if it is not."""
+    for entry in catalog():
+        if entry.name == str(source):
+            target = cache_directory(cache_dir) / entry.cache_folder_name
+            return target if _is_ready(target) else None
+    return Path(source).resolve() if Path(source).is_dir() else None
 
 
 def _from_catalog(entry: CatalogEntry, *, cache_dir: Path) -> PreparedModel:
@@ -81,7 +90,8 @@ def _from_catalog(entry: CatalogEntry, *, cache_dir: Path) -> PreparedModel:
     if not _is_ready(target):
         makers: dict[str, Callable[[Path], None]] = {SMOLLM2: _make_smollm2(entry), TINY_LLAMA: _make_tiny_llama}
         _make_whole(target, makers[entry.name], name=entry.name)
-    return _describe(target, name=entry.name)
+    sidecar = _read_sidecar(target)
+    return _described(target, name=entry.name, digest=sidecar.digest if sidecar else None)
 
 
 def _is_ready(target: Path) -> bool:
@@ -97,7 +107,7 @@ def _is_ready(target: Path) -> bool:
 def _read_sidecar(target: Path) -> _Sidecar | None:
     try:
         return msgspec.json.decode((target / _SIDECAR).read_bytes(), type=_Sidecar)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     except msgspec.DecodeError:
         return None  # damaged: as good as not there, the model is made again
@@ -182,12 +192,12 @@ def _remove_abandoned(target: Path) -> None:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _describe(path: Path, *, name: str) -> PreparedModel:
+def _described(path: Path, *, name: str, digest: str | None = None) -> PreparedModel:
+    """Check a directory and describe it; the digest is computed where nobody has kept it."""
     facts = check_directory(path)
-    sidecar = _read_sidecar(path)
-    fresh = sidecar is not None and sidecar.weight_bytes == facts.weight_bytes
-    digest = sidecar.digest if sidecar is not None and fresh else _digest(path)
-    return PreparedModel(path=path, name=name, dtype=facts.dtype, parameters=facts.parameters, digest=digest)
+    return PreparedModel(
+        path=path, name=name, dtype=facts.dtype, parameters=facts.parameters, digest=digest or _digest(path)
+    )
 
 
 def _digest(path: Path) -> str:
@@ -214,7 +224,7 @@ def _from_hub(source: str) -> PreparedModel:
         )
     if importlib.util.find_spec("huggingface_hub") is None:
         raise MissingExtraError(package="huggingface_hub", extra="torch", purpose=f"model {source!r} from a hub")
-    return _describe(_download(source, kinds=kinds), name=source)
+    return _described(_download(source, kinds=kinds), name=source)
 
 
 def _download(source: str, *, kinds: str) -> Path:
