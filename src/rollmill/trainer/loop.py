@@ -122,6 +122,7 @@ class TrainerLoop:
         self._published_version = parent_version
         self._steps_of: dict[int, int] = {}
         self._steps_trained = 0
+        self._lease_expires_s = 0.0
 
     def run(self) -> LoopResult:
         """Train until the controller says that nothing more comes, or until asked to stop.
@@ -166,6 +167,7 @@ class TrainerLoop:
             phase = str(self._store.note("phase", "running"))
             batch = self._lease()
             if batch is not None:
+                self._lease_expires_s = batch.expires_s
                 self._ring()
                 return batch
             decision = decide_wait(
@@ -237,7 +239,8 @@ class TrainerLoop:
     def _renew(self, batch: LeasedBatch) -> None:
         """Renew the lease once half of it is used; a long step must not lose its batch."""
         now_s, lease_s = self._clock.now_s(), self._config.trainer.batch_deadline_s
-        if batch.expires_s - now_s < lease_s / 2:
+        if self._lease_expires_s - now_s < lease_s / 2:
+            self._lease_expires_s = now_s + lease_s
             self._store.renew_lease(batch_id=batch.batch_id, owner=OWNER, now_s=now_s, lease_s=lease_s)
 
     def _optimizer_step_of(self, policy_version: int) -> int:
