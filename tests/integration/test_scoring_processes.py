@@ -151,6 +151,7 @@ async def test_the_main_jobs_environment_loads_scores_and_closes() -> None:
         await environment.close()
 
 
+@pytest.mark.slow
 async def test_families_that_depend_on_the_hash_seed_are_drawn_and_scored_alike_in_every_process() -> None:
     pytest.importorskip("reasoning_gym")
     mixes = plan_mixes((TaskMix(name="isomorphic_strings"),), pool_size=20)  # it iterates over sets of strings

@@ -152,7 +152,7 @@ def test_scoring_works_from_a_thread_and_with_a_scorer_that_sets_its_own_alarm(s
 
 @pytest.mark.integration
 async def test_a_hung_scorer_never_holds_the_event_loop(scorers: str) -> None:
-    pool = ScorePool(ScorerSpec(name=f"{scorers}:backtrack"), size=1, deadline_s=0.4)
+    pool = ScorePool(ScorerSpec(name=f"{scorers}:backtrack"), size=1, deadline_s=1.5)
     loop = asyncio.get_running_loop()
     longest = 0.0
 
@@ -170,4 +170,4 @@ async def test_a_hung_scorer_never_holds_the_event_loop(scorers: str) -> None:
         beat.cancel()
     finally:
         await pool.close()
-    assert longest < 0.3  # the scorer held its own process for 0.4 s; the loop went on
+    assert longest < 1.0  # the scorer held its own process for 1.5 s; the loop went on

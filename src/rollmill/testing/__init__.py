@@ -31,9 +31,13 @@ Example: a rollout whose scorer takes an hour, in a millisecond.
     ... )
     >>> rollout.outcome, rollout.seconds
     (Scored(raw_reward=1.0, shaped_reward=1.0), {'generate': 0.0, 'score': 3600.0})
+
+`FakeEngine` stands for a replica's engine: it samples from a table instead of a model, swaps weights by digest, and
+models latency on the loop's time; see its own documentation.
 """
 
 from rollmill.clock import VirtualClock
+from rollmill.generator.engines.fake import FakeEngine, FakeFaults, FakeLatency
 from rollmill.testing.environment import ScriptedEnvironment, solved
 from rollmill.testing.faults import Delay, FaultAction, FaultInjector, Hang, Raise
 from rollmill.testing.generate import reply_with
@@ -42,6 +46,9 @@ from rollmill.testing.virtual_loop import run_virtual
 
 __all__ = [
     "Delay",
+    "FakeEngine",
+    "FakeFaults",
+    "FakeLatency",
     "FaultAction",
     "FaultInjector",
     "Hang",
