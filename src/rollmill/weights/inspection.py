@@ -122,7 +122,7 @@ def check_directory(path: str | Path) -> ModelFacts:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """Return `config.json`; the text part of a nested one.
+    """Return `config.json`.
 
     Raises:
         ModelError: if it is missing or not JSON.
@@ -133,11 +133,7 @@ def read_config(path: Path) -> dict[str, Any]:
             f"{path} is not a model directory: it has no config.json. Name a Hugging Face directory with config.json, "
             "*.safetensors and tokenizer files, or a model of `rollmill model list`."
         )
-    try:
-        config = json.loads(file.read_text())
-    except ValueError as error:
-        raise ModelError(f"{file} is not JSON: {error}. Copy it again from the model's source.") from error
-    return config
+    return _read_json(file)
 
 
 def weight_files(path: Path) -> list[Path]:
@@ -148,7 +144,7 @@ def weight_files(path: Path) -> list[Path]:
     """
     index = path / _INDEX
     if index.exists():
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        names = sorted(set(_read_json(index).get("weight_map", {}).values()))
         missing = [name for name in names if not (path / name).exists()]
         if missing:
             raise ModelError(
@@ -172,7 +168,7 @@ def has_chat_template(path: Path) -> bool:
     if (path / "chat_template.jinja").exists() or (path / "chat_template.json").exists():
         return True
     config = path / "tokenizer_config.json"
-    return config.exists() and bool(json.loads(config.read_text()).get("chat_template"))
+    return config.exists() and bool(_read_json(config).get("chat_template"))
 
 
 def largest_token_id(path: Path) -> int | None:
@@ -180,11 +176,21 @@ def largest_token_id(path: Path) -> int | None:
     file = path / "tokenizer.json"
     if not file.exists():
         return None
-    tokenizer = json.loads(file.read_text())
+    tokenizer = _read_json(file)
     vocabulary = tokenizer.get("model", {}).get("vocab", {})
     ids = list(vocabulary.values()) if isinstance(vocabulary, dict) else [len(vocabulary) - 1]
     ids += [token["id"] for token in tokenizer.get("added_tokens", ())]
     return max(ids, default=None)
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(file.read_text())
+    except ValueError as error:
+        raise ModelError(f"{file} is not JSON: {error}. Copy it again from the model's source.") from error
+    if not isinstance(content, dict):
+        raise ModelError(f"{file} holds no JSON object. Copy it again from the model's source.")
+    return content
 
 
 def _check_architecture(facts: ModelFacts, config: dict[str, Any], *, path: Path) -> None:
