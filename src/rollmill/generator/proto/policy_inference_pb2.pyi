@@ -1,15 +1,13 @@
-from collections.abc import Iterable as _Iterable
-from collections.abc import Mapping as _Mapping
-from typing import ClassVar as _ClassVar
-
+from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
-from google.protobuf.internal import containers as _containers
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class SamplingParams(_message.Message):
-    __slots__ = ("max_new_tokens", "seed", "stop_token_ids", "temperature", "top_k", "top_p")
+    __slots__ = ("temperature", "top_p", "top_k", "max_new_tokens", "seed", "stop_token_ids")
     TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
     TOP_P_FIELD_NUMBER: _ClassVar[int]
     TOP_K_FIELD_NUMBER: _ClassVar[int]
@@ -22,30 +20,30 @@ class SamplingParams(_message.Message):
     max_new_tokens: int
     seed: int
     stop_token_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, temperature: float | None = ..., top_p: float | None = ..., top_k: int | None = ..., max_new_tokens: int | None = ..., seed: int | None = ..., stop_token_ids: _Iterable[int] | None = ...) -> None: ...
+    def __init__(self, temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., max_new_tokens: _Optional[int] = ..., seed: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class VersionSpan(_message.Message):
-    __slots__ = ("end_token", "policy_version", "start_token")
+    __slots__ = ("start_token", "end_token", "policy_version")
     START_TOKEN_FIELD_NUMBER: _ClassVar[int]
     END_TOKEN_FIELD_NUMBER: _ClassVar[int]
     POLICY_VERSION_FIELD_NUMBER: _ClassVar[int]
     start_token: int
     end_token: int
     policy_version: int
-    def __init__(self, start_token: int | None = ..., end_token: int | None = ..., policy_version: int | None = ...) -> None: ...
+    def __init__(self, start_token: _Optional[int] = ..., end_token: _Optional[int] = ..., policy_version: _Optional[int] = ...) -> None: ...
 
 class Timings(_message.Message):
-    __slots__ = ("decode_s", "prefill_s", "queued_s")
+    __slots__ = ("queued_s", "prefill_s", "decode_s")
     QUEUED_S_FIELD_NUMBER: _ClassVar[int]
     PREFILL_S_FIELD_NUMBER: _ClassVar[int]
     DECODE_S_FIELD_NUMBER: _ClassVar[int]
     queued_s: float
     prefill_s: float
     decode_s: float
-    def __init__(self, queued_s: float | None = ..., prefill_s: float | None = ..., decode_s: float | None = ...) -> None: ...
+    def __init__(self, queued_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., decode_s: _Optional[float] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("deadline_s", "group_key", "min_policy_version", "prompt_ids", "request_id", "sampling")
+    __slots__ = ("request_id", "prompt_ids", "sampling", "group_key", "deadline_s", "min_policy_version")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_IDS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
@@ -58,10 +56,10 @@ class GenerateRequest(_message.Message):
     group_key: str
     deadline_s: float
     min_policy_version: int
-    def __init__(self, request_id: str | None = ..., prompt_ids: _Iterable[int] | None = ..., sampling: SamplingParams | _Mapping | None = ..., group_key: str | None = ..., deadline_s: float | None = ..., min_policy_version: int | None = ...) -> None: ...
+    def __init__(self, request_id: _Optional[str] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., group_key: _Optional[str] = ..., deadline_s: _Optional[float] = ..., min_policy_version: _Optional[int] = ...) -> None: ...
 
 class GenerateReply(_message.Message):
-    __slots__ = ("behavior_logprobs", "cached_tokens", "output_ids", "request_id", "stop_reason", "timings", "version_spans")
+    __slots__ = ("request_id", "output_ids", "behavior_logprobs", "version_spans", "stop_reason", "timings", "cached_tokens")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     OUTPUT_IDS_FIELD_NUMBER: _ClassVar[int]
     BEHAVIOR_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
@@ -76,25 +74,25 @@ class GenerateReply(_message.Message):
     stop_reason: str
     timings: Timings
     cached_tokens: int
-    def __init__(self, request_id: str | None = ..., output_ids: _Iterable[int] | None = ..., behavior_logprobs: _Iterable[float] | None = ..., version_spans: _Iterable[VersionSpan | _Mapping] | None = ..., stop_reason: str | None = ..., timings: Timings | _Mapping | None = ..., cached_tokens: int | None = ...) -> None: ...
+    def __init__(self, request_id: _Optional[str] = ..., output_ids: _Optional[_Iterable[int]] = ..., behavior_logprobs: _Optional[_Iterable[float]] = ..., version_spans: _Optional[_Iterable[_Union[VersionSpan, _Mapping]]] = ..., stop_reason: _Optional[str] = ..., timings: _Optional[_Union[Timings, _Mapping]] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
 
 class AbortRequest(_message.Message):
     __slots__ = ("request_id",)
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     request_id: str
-    def __init__(self, request_id: str | None = ...) -> None: ...
+    def __init__(self, request_id: _Optional[str] = ...) -> None: ...
 
 class AbortReply(_message.Message):
     __slots__ = ("found",)
     FOUND_FIELD_NUMBER: _ClassVar[int]
     found: bool
-    def __init__(self, found: bool | None = ...) -> None: ...
+    def __init__(self, found: _Optional[bool] = ...) -> None: ...
 
 class ScoreRequest(_message.Message):
     __slots__ = ("token_ids",)
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     token_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, token_ids: _Iterable[int] | None = ...) -> None: ...
+    def __init__(self, token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class ScoreReply(_message.Message):
     __slots__ = ("logprobs", "policy_version")
@@ -102,16 +100,16 @@ class ScoreReply(_message.Message):
     POLICY_VERSION_FIELD_NUMBER: _ClassVar[int]
     logprobs: _containers.RepeatedScalarFieldContainer[float]
     policy_version: int
-    def __init__(self, logprobs: _Iterable[float] | None = ..., policy_version: int | None = ...) -> None: ...
+    def __init__(self, logprobs: _Optional[_Iterable[float]] = ..., policy_version: _Optional[int] = ...) -> None: ...
 
 class LoadWeightsRequest(_message.Message):
     __slots__ = ("policy_version",)
     POLICY_VERSION_FIELD_NUMBER: _ClassVar[int]
     policy_version: int
-    def __init__(self, policy_version: int | None = ...) -> None: ...
+    def __init__(self, policy_version: _Optional[int] = ...) -> None: ...
 
 class LoadWeightsReply(_message.Message):
-    __slots__ = ("canary_difference", "changed", "digest", "nbytes", "pause_s", "policy_version", "pull_s")
+    __slots__ = ("policy_version", "digest", "nbytes", "pull_s", "pause_s", "changed", "canary_difference")
     POLICY_VERSION_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
     NBYTES_FIELD_NUMBER: _ClassVar[int]
@@ -126,33 +124,33 @@ class LoadWeightsReply(_message.Message):
     pause_s: float
     changed: bool
     canary_difference: float
-    def __init__(self, policy_version: int | None = ..., digest: str | None = ..., nbytes: int | None = ..., pull_s: float | None = ..., pause_s: float | None = ..., changed: bool | None = ..., canary_difference: float | None = ...) -> None: ...
+    def __init__(self, policy_version: _Optional[int] = ..., digest: _Optional[str] = ..., nbytes: _Optional[int] = ..., pull_s: _Optional[float] = ..., pause_s: _Optional[float] = ..., changed: _Optional[bool] = ..., canary_difference: _Optional[float] = ...) -> None: ...
 
 class DrainRequest(_message.Message):
     __slots__ = ("deadline_s",)
     DEADLINE_S_FIELD_NUMBER: _ClassVar[int]
     deadline_s: float
-    def __init__(self, deadline_s: float | None = ...) -> None: ...
+    def __init__(self, deadline_s: _Optional[float] = ...) -> None: ...
 
 class DrainReply(_message.Message):
     __slots__ = ("unfinished",)
     UNFINISHED_FIELD_NUMBER: _ClassVar[int]
     unfinished: int
-    def __init__(self, unfinished: int | None = ...) -> None: ...
+    def __init__(self, unfinished: _Optional[int] = ...) -> None: ...
 
 class StatusRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class StatusReply(_message.Message):
-    __slots__ = ("cached_tokens", "digest", "dtype", "kv_capacity_tokens", "kv_used_tokens", "max_model_len", "max_slots", "output_tokens", "policy_version", "prefill_tokens", "reason", "running", "seconds", "state", "waiting", "wall_s")
+    __slots__ = ("state", "reason", "policy_version", "digest", "running", "waiting", "kv_used_tokens", "kv_capacity_tokens", "output_tokens", "prefill_tokens", "cached_tokens", "wall_s", "seconds", "max_slots", "max_model_len", "dtype")
     class SecondsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
         VALUE_FIELD_NUMBER: _ClassVar[int]
         key: str
         value: float
-        def __init__(self, key: str | None = ..., value: float | None = ...) -> None: ...
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
     STATE_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     POLICY_VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -185,4 +183,4 @@ class StatusReply(_message.Message):
     max_slots: int
     max_model_len: int
     dtype: str
-    def __init__(self, state: str | None = ..., reason: str | None = ..., policy_version: int | None = ..., digest: str | None = ..., running: int | None = ..., waiting: int | None = ..., kv_used_tokens: int | None = ..., kv_capacity_tokens: int | None = ..., output_tokens: int | None = ..., prefill_tokens: int | None = ..., cached_tokens: int | None = ..., wall_s: float | None = ..., seconds: _Mapping[str, float] | None = ..., max_slots: int | None = ..., max_model_len: int | None = ..., dtype: str | None = ...) -> None: ...
+    def __init__(self, state: _Optional[str] = ..., reason: _Optional[str] = ..., policy_version: _Optional[int] = ..., digest: _Optional[str] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., kv_used_tokens: _Optional[int] = ..., kv_capacity_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., prefill_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., wall_s: _Optional[float] = ..., seconds: _Optional[_Mapping[str, float]] = ..., max_slots: _Optional[int] = ..., max_model_len: _Optional[int] = ..., dtype: _Optional[str] = ...) -> None: ...

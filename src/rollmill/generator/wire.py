@@ -1,0 +1,255 @@
+"""Records to messages and back, and errors to status names and back. Pure; knows protobuf but not gRPC.
+
+Lengths of parallel arrays are checked here, at the border, because a `Turn` checks itself when it is made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+import numpy as np
+
+from rollmill.errors import (
+    DataError,
+    DeadlineExceeded,
+    EngineDead,
+    EngineError,
+    LengthMismatch,
+    RequestAborted,
+    RollmillError,
+    WeightError,
+    WeightMismatch,
+)
+from rollmill.generator.proto import policy_inference_pb2 as pb
+from rollmill.generator.state import ReplicaState
+from rollmill.types import GenerateRequest, SamplingParams, StopReason, Turn, TurnTimings, VersionSpan
+
+CODE_KEY = "rollmill-code"
+"""Trailing metadata: the `code` of our error class, finer than the status."""
+PUBLISHED_KEY, SERVED_KEY = "rollmill-published", "rollmill-served"
+
+
+class LoadReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What a load of weights did.
+
+    Attributes:
+        pull_s: reading and verifying, while the old version was being served.
+        pause_s: no token was produced.
+        changed: false if the version was served already.
+        canary_difference: largest difference to the trainer on the canary; `None` if it was not compared.
+    """
+
+    policy_version: int
+    digest: str
+    nbytes: int
+    pull_s: float
+    pause_s: float
+    changed: bool
+    canary_difference: float | None
+
+
+class ReplicaStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """What a replica says of itself; fields as in `EngineInfo` and `EngineLoad`."""
+
+    state: ReplicaState
+    reason: str
+    policy_version: int
+    digest: str
+    running: int
+    waiting: int
+    kv_used_tokens: int
+    kv_capacity_tokens: int
+    output_tokens: int
+    prefill_tokens: int
+    cached_tokens: int
+    wall_s: float
+    seconds: dict[str, float]
+    max_slots: int
+    max_model_len: int
+    dtype: str
+
+
+# -- generate
+
+
+def request_to_message(request: GenerateRequest) -> pb.GenerateRequest:
+    """Return the message of a request."""
+    sampling = request.sampling
+    return pb.GenerateRequest(
+        request_id=request.request_id,
+        prompt_ids=request.prompt_ids.tolist(),
+        sampling=pb.SamplingParams(
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            max_new_tokens=sampling.max_new_tokens,
+            seed=sampling.seed,
+            stop_token_ids=sampling.stop_token_ids,
+        ),
+        group_key=request.group_key,
+        deadline_s=request.deadline_s,
+        min_policy_version=request.min_policy_version,
+    )
+
+
+def request_from_message(message: pb.GenerateRequest) -> GenerateRequest:
+    """Return the request of a message."""
+    sampling = message.sampling
+    return GenerateRequest(
+        request_id=message.request_id,
+        prompt_ids=np.array(message.prompt_ids, dtype=np.int64),
+        sampling=SamplingParams(
+            temperature=_shortest(sampling.temperature),
+            top_p=_shortest(sampling.top_p),
+            top_k=sampling.top_k,
+            max_new_tokens=sampling.max_new_tokens,
+            seed=sampling.seed,
+            stop_token_ids=tuple(sampling.stop_token_ids),
+        ),
+        group_key=message.group_key,
+        deadline_s=message.deadline_s,
+        min_policy_version=message.min_policy_version,
+    )
+
+
+def _shortest(value: float) -> float:
+    """Return the decimal that was meant by a float32 from the wire: 0.7, not 0.699999988."""
+    return float(str(np.float32(value)))
+
+
+def turn_to_message(turn: Turn) -> pb.GenerateReply:
+    """Return the message of a turn; the prompt stays with the caller, who has it."""
+    return pb.GenerateReply(
+        request_id=turn.request_id,
+        output_ids=turn.output_ids.tolist(),
+        behavior_logprobs=turn.behavior_logprobs.tolist(),
+        version_spans=[
+            pb.VersionSpan(start_token=span.start_token, end_token=span.end_token, policy_version=span.policy_version)
+            for span in turn.version_spans
+        ],
+        stop_reason=turn.stop_reason.value,
+        timings=pb.Timings(
+            queued_s=turn.timings.queued_s, prefill_s=turn.timings.prefill_s, decode_s=turn.timings.decode_s
+        ),
+        cached_tokens=turn.cached_tokens,
+    )
+
+
+def turn_from_message(message: pb.GenerateReply, *, prompt_ids: np.ndarray) -> Turn:
+    """Return the turn of a message.
+
+    Raises:
+        LengthMismatch: if log-probs or version spans do not fit the token ids.
+    """
+    return Turn(
+        request_id=message.request_id,
+        prompt_ids=np.asarray(prompt_ids, dtype=np.int32),
+        output_ids=np.array(message.output_ids, dtype=np.int32),
+        behavior_logprobs=np.array(message.behavior_logprobs, dtype=np.float32),
+        version_spans=tuple(
+            VersionSpan(span.start_token, span.end_token, span.policy_version) for span in message.version_spans
+        ),
+        stop_reason=StopReason(message.stop_reason),
+        timings=TurnTimings(
+            queued_s=message.timings.queued_s, prefill_s=message.timings.prefill_s, decode_s=message.timings.decode_s
+        ),
+        cached_tokens=message.cached_tokens,
+    )
+
+
+# -- weights and status
+
+
+def report_to_message(report: LoadReport) -> pb.LoadWeightsReply:
+    """Return the message of a load report."""
+    return pb.LoadWeightsReply(
+        policy_version=report.policy_version,
+        digest=report.digest,
+        nbytes=report.nbytes,
+        pull_s=report.pull_s,
+        pause_s=report.pause_s,
+        changed=report.changed,
+        canary_difference=-1.0 if report.canary_difference is None else report.canary_difference,
+    )
+
+
+def report_from_message(message: pb.LoadWeightsReply) -> LoadReport:
+    """Return the load report of a message."""
+    return LoadReport(
+        policy_version=message.policy_version,
+        digest=message.digest,
+        nbytes=message.nbytes,
+        pull_s=message.pull_s,
+        pause_s=message.pause_s,
+        changed=message.changed,
+        canary_difference=None if message.canary_difference < 0 else message.canary_difference,
+    )
+
+
+def status_to_message(status: ReplicaStatus) -> pb.StatusReply:
+    """Return the message of a status."""
+    return pb.StatusReply(**{**msgspec.structs.asdict(status), "state": status.state.value})
+
+
+def status_from_message(message: pb.StatusReply) -> ReplicaStatus:
+    """Return the status of a message."""
+    fields = {name: getattr(message, name) for name in ReplicaStatus.__struct_fields__}
+    return ReplicaStatus(**{**fields, "state": ReplicaState(message.state), "seconds": dict(message.seconds)})
+
+
+# -- errors
+
+_STATUS_OF: tuple[tuple[type[RollmillError], str], ...] = (  # the first class that fits
+    (EngineDead, "UNAVAILABLE"),
+    (RequestAborted, "CANCELLED"),
+    (EngineError, "FAILED_PRECONDITION"),
+    (DataError, "INVALID_ARGUMENT"),
+    (DeadlineExceeded, "DEADLINE_EXCEEDED"),
+    (WeightMismatch, "DATA_LOSS"),
+    (WeightError, "ABORTED"),
+    (LengthMismatch, "INTERNAL"),
+)
+_CLASS_OF_CODE: dict[str, type[RollmillError]] = {
+    kind.code: kind for kind in (EngineDead, RequestAborted, EngineError, DataError, DeadlineExceeded, WeightError)
+}
+_CLASS_OF_STATUS: dict[str, type[RollmillError]] = {
+    "UNAVAILABLE": EngineDead,
+    "DEADLINE_EXCEEDED": DeadlineExceeded,
+    "INVALID_ARGUMENT": DataError,
+    "CANCELLED": RequestAborted,
+}
+
+
+def error_to_status(error: RollmillError) -> tuple[str, str, dict[str, str]]:
+    """Return (status name, details, trailing metadata) of an error."""
+    metadata = {CODE_KEY: error.code}
+    if isinstance(error, WeightMismatch):
+        metadata |= {PUBLISHED_KEY: error.published, SERVED_KEY: error.served}
+    name = next((name for kind, name in _STATUS_OF if isinstance(error, kind)), "UNKNOWN")
+    return name, str(error), metadata
+
+
+def error_from_status(name: str, details: str, *, metadata: Mapping[str, str], where: str) -> RollmillError:
+    """Return the error that a status stands for; the class by our own code, else by the status.
+
+    Args:
+        name: status name, for example `UNAVAILABLE`.
+        details: message of the other side.
+        metadata: trailing metadata.
+        where: what was asked of whom, for errors that the transport raised itself.
+    """
+    code = metadata.get(CODE_KEY)
+    if code == WeightMismatch.code:
+        return WeightMismatch(details, published=metadata.get(PUBLISHED_KEY, ""), served=metadata.get(SERVED_KEY, ""))
+    if code in _CLASS_OF_CODE:
+        return _CLASS_OF_CODE[code](details)
+    kind = _CLASS_OF_STATUS.get(name, EngineError)
+    return kind(f"{where} ended with {name}: {details or 'no details'}. {_ADVICE.get(kind, _ADVICE[EngineError])}")
+
+
+_ADVICE: dict[type[RollmillError], str] = {
+    EngineDead: "The generator is not reachable: look at its log for the first error, and restart it",
+    DeadlineExceeded: "The generator was too slow or is stuck: raise the deadline or look at its status",
+    EngineError: "Look at the generator's log for the first error",
+}

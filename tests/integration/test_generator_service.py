@@ -1,0 +1,326 @@
+"""The generator service over a real socket: every call, every refusal, and the loading of weights."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+import torch
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from generator_builders import (
+    MAX_LEN,
+    MemoryRepository,
+    canary_for,
+    embedded,
+    prompt_of,
+    random_model,
+    reference_logits,
+    reference_logprobs,
+    request,
+)
+from rollmill.clock import SystemClock
+from rollmill.errors import DataError, DeadlineExceeded, EngineDead, EngineError, WeightError, WeightMismatch
+from rollmill.generator.client import GeneratorClient
+from rollmill.generator.engines.fake import FakeEngine, FakeFaults, FakeLatency
+from rollmill.generator.main import serve
+from rollmill.generator.state import ReplicaState
+from rollmill.types import Canary, SamplingParams, StopReason
+
+pytestmark = pytest.mark.integration
+
+
+@contextlib.asynccontextmanager
+async def service(
+    engine: Any, repository: MemoryRepository, folder: Path, **settings: Any
+) -> AsyncIterator[GeneratorClient]:
+    """Serve an engine and hand out a client; stops in order."""
+    stop, file = asyncio.Event(), folder / "address.json"
+    options = {"kv_policy": "keep", "load_deadline_s": 20.0, **settings}
+    async with asyncio.TaskGroup() as tasks:
+        serving = tasks.create_task(
+            serve(engine=engine, repository=repository, address_file=file, stop=stop, **options)
+        )
+        while not file.exists() and not serving.done():
+            await asyncio.sleep(0.005)
+        if serving.done():
+            await serving
+        client = GeneratorClient(json.loads(file.read_text())["address"])
+        try:
+            yield client
+        finally:
+            await client.close()
+            stop.set()
+
+
+def two_versions() -> tuple[MemoryRepository, Any, Any]:
+    repository, old, new = MemoryRepository(), random_model(seed=1), random_model(seed=2)
+    assert (repository.put(old), repository.put(new)) == (1, 2)
+    return repository, old, new
+
+
+async def until_running(client: GeneratorClient, count: int = 1) -> None:
+    async with asyncio.timeout(10):
+        while (await client.status()).running < count:
+            await asyncio.sleep(0.002)
+
+
+async def test_a_turn_crosses_the_wire_whole(tmp_path):
+    repository, old, _ = two_versions()
+    sampling = SamplingParams(temperature=0.7, top_p=0.9, seed=2**62 + 3, max_new_tokens=9)
+    asked = request("a", prompt_of(7), temperature=0.7, top_p=0.9, seed=2**62 + 3, max_new_tokens=9)
+    async with service(embedded(tmp_path, old), repository, tmp_path) as client:
+        turn = await client.generate(asked)
+    assert turn.stop_reason is StopReason.LENGTH
+    assert len(turn.output_ids) == 9
+    assert turn.prompt_ids.tolist() == asked.prompt_ids.tolist()
+    np.testing.assert_allclose(turn.behavior_logprobs, reference_logprobs(old, turn, sampling), atol=1e-4)
+    assert [(s.start_token, s.end_token, s.policy_version) for s in turn.version_spans] == [(0, 9, 1)]
+
+
+async def test_the_address_file_names_address_process_and_version(tmp_path):
+    repository, old, _ = two_versions()
+    async with service(embedded(tmp_path, old), repository, tmp_path) as client:
+        record = json.loads((tmp_path / "address.json").read_text())
+        status = await client.status()
+    assert record.keys() == {"address", "pid", "policy_version"}
+    assert (record["policy_version"], status.policy_version, status.digest) == (1, 1, "digest-1")
+    assert (status.state, status.max_slots, status.max_model_len) == (ReplicaState.SERVING, 8, MAX_LEN)
+    assert sum(status.seconds.values()) == pytest.approx(status.wall_s)
+
+
+async def test_loading_weights_swaps_proves_and_holds_the_new_version(tmp_path):
+    repository, old, new = two_versions()
+    async with service(embedded(tmp_path, old), repository, tmp_path) as client:
+        assert repository.held_versions() == [1]
+        report = await client.load_weights(2, deadline_s=20)
+        assert repository.held_versions() == [2]
+        turn = await client.generate(request("a", prompt_of(6), seed=4))
+        again = await client.load_weights(2, deadline_s=20)
+        scored = await client.score(np.arange(1, 9))
+    assert (report.policy_version, report.changed, report.digest) == (2, True, repository.manifest(2).digest)
+    assert report.canary_difference is not None
+    assert 0 <= report.canary_difference < 1e-4
+    assert not again.changed
+    np.testing.assert_allclose(turn.behavior_logprobs, reference_logprobs(new, turn, SamplingParams()), atol=1e-4)
+    expected = reference_logits(new, np.arange(1, 9)).log_softmax(-1)[:-1]
+    np.testing.assert_allclose(scored, expected[range(7), range(2, 9)].numpy(), atol=1e-4)
+    assert repository.held_versions() == []
+
+
+async def test_a_request_in_flight_crosses_a_load_with_one_span_for_each_version(tmp_path):
+    repository, old, _ = two_versions()
+    async with service(embedded(tmp_path, old), repository, tmp_path) as client, asyncio.TaskGroup() as tasks:
+        turn = tasks.create_task(client.generate(request("a", prompt_of(6), max_new_tokens=150)))
+        await until_running(client)
+        await client.load_weights(2, deadline_s=20)
+    spans = turn.result().version_spans
+    assert [span.policy_version for span in spans] == [1, 2]
+    assert spans[1].end_token == 150
+
+
+async def test_a_damaged_publication_is_refused_before_the_pause_and_the_old_version_serves_on(tmp_path):
+    repository, old, _ = two_versions()
+    repository.damage(2)
+    async with service(embedded(tmp_path, old), repository, tmp_path) as client:
+        with pytest.raises(WeightMismatch) as refused:
+            await client.load_weights(2, deadline_s=20)
+        status = await client.status()
+        turn = await client.generate(request("a", prompt_of(6)))
+        held = repository.held_versions()
+    assert refused.value.published == repository.manifest(2).tensors["model.embed_tokens.weight"].sha256
+    assert refused.value.served != refused.value.published
+    assert (status.state, status.policy_version) == (ReplicaState.SERVING, 1)
+    assert turn.version_spans[0].policy_version == 1
+    assert held == [1]
+
+
+async def test_tensors_of_another_shape_leave_the_old_version_serving(tmp_path):
+    repository, old, _ = two_versions()
+    tensors = {name: torch.zeros(3, 3) for name, _ in old.named_parameters()}
+    repository.publish(
+        tensors, optimizer_step=0, parent=None, history_id="h", training_dtype="float32", canary=None, at_s=0.0
+    )
+    async with service(embedded(tmp_path, old), repository, tmp_path) as client:
+        with pytest.raises(WeightError, match="instead of"):
+            await client.load_weights(3, deadline_s=20)
+        turn = await client.generate(request("a", prompt_of(6)))
+        held = repository.held_versions()
+    assert turn.version_spans[0].policy_version == 1
+    assert held == [1]
+
+
+async def test_a_canary_that_disagrees_makes_the_replica_dirty_until_a_newer_version_proves_itself(tmp_path):
+    repository, old, new = two_versions()
+    true = canary_for(new)
+    lie = Canary(token_ids=true.token_ids, logprobs=true.logprobs + np.float32(0.5), tolerance=1e-3)
+    repository.put(new, canary=lie)
+    repository.put(random_model(seed=4))
+    async with service(embedded(tmp_path, old), repository, tmp_path) as client, asyncio.TaskGroup() as tasks:
+        running = tasks.create_task(client.generate(request("running", prompt_of(6), max_new_tokens=150)))
+        await until_running(client)
+        with pytest.raises(WeightMismatch, match=r"differ from the trainer's by 0\.5 nats"):
+            await client.load_weights(3, deadline_s=20)
+        partial = await running
+        status = await client.status()
+        with pytest.raises(EngineError, match="dirty.*policy version 3"):
+            await client.generate(request("late", prompt_of(6)))
+        await client.load_weights(4, deadline_s=20)
+        turn = await client.generate(request("healed", prompt_of(6)))
+        held = repository.held_versions()
+    assert partial.stop_reason is StopReason.ABORT
+    assert {span.policy_version for span in partial.version_spans} == {1}
+    assert status.state is ReplicaState.DIRTY
+    assert turn.version_spans[0].policy_version == 4
+    assert held == [4]
+
+
+async def test_a_first_version_that_fails_its_canary_never_gets_an_address(tmp_path):
+    repository, old, new = MemoryRepository(), random_model(seed=1), random_model(seed=2)
+    repository.put(old, canary=canary_for(new))
+    with pytest.raises(WeightMismatch):
+        await serve(
+            engine=embedded(tmp_path, old),
+            repository=repository,
+            kv_policy="keep",
+            address_file=tmp_path / "address.json",
+            stop=asyncio.Event(),
+            load_deadline_s=5.0,
+        )
+    assert not (tmp_path / "address.json").exists()
+    assert repository.held_versions() == []
+
+
+async def test_an_unknown_version_is_a_weight_error(tmp_path):
+    repository, old, _ = two_versions()
+    async with service(embedded(tmp_path, old), repository, tmp_path) as client:
+        with pytest.raises(WeightError, match="policy version 9 is unknown"):
+            await client.load_weights(9, deadline_s=20)
+        held = repository.held_versions()
+    assert held == [1]
+
+
+async def test_a_prompt_that_does_not_fit_is_a_data_error(tmp_path):
+    repository, old, _ = two_versions()
+    async with service(embedded(tmp_path, old), repository, tmp_path) as client:
+        with pytest.raises(DataError, match=f"has {MAX_LEN + 5} tokens"):
+            await client.generate(request("long", prompt_of(MAX_LEN + 5)))
+
+
+async def test_abort_ends_exactly_the_named_request(tmp_path):
+    repository, old, _ = two_versions()
+    engine = FakeEngine(clock=SystemClock(), latency=FakeLatency(step_s=0.005), max_model_len=4000)
+    async with service(engine, repository, tmp_path) as client, asyncio.TaskGroup() as tasks:
+        one = tasks.create_task(client.generate(request("a1", [1, 2], max_new_tokens=2000)))
+        ten = tasks.create_task(client.generate(request("a10", [1, 2], max_new_tokens=20)))
+        await until_running(client, 2)
+        assert await client.abort("a1")
+        assert not await client.abort("a1")
+    assert one.result().stop_reason is StopReason.ABORT
+    assert ten.result().stop_reason is StopReason.LENGTH
+    assert len(ten.result().output_ids) == 20
+
+
+async def test_a_client_that_cancels_frees_the_slot(tmp_path):
+    repository, old, _ = two_versions()
+    engine = FakeEngine(clock=SystemClock(), latency=FakeLatency(step_s=0.005), max_model_len=4000)
+    async with service(engine, repository, tmp_path) as client:
+        task = asyncio.ensure_future(client.generate(request("a", [1, 2], max_new_tokens=2000)))
+        await until_running(client)
+        task.cancel()
+        async with asyncio.timeout(5):
+            while (await client.status()).running:
+                await asyncio.sleep(0.002)
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+
+async def test_past_its_deadline_a_request_returns_what_it_has(tmp_path):
+    repository, old, _ = two_versions()
+    engine = FakeEngine(clock=SystemClock(), latency=FakeLatency(step_s=0.01), max_model_len=4000)
+    async with service(engine, repository, tmp_path) as client:
+        turn = await client.generate(request("a", [1, 2], max_new_tokens=2000, deadline_s=0.1))
+    assert turn.stop_reason is StopReason.ABORT
+    assert 0 < len(turn.output_ids) == len(turn.behavior_logprobs) < 20
+
+
+async def test_a_call_without_an_answer_ends_as_deadline_exceeded(tmp_path):
+    repository, old, _ = two_versions()
+    engine = FakeEngine(clock=SystemClock(), faults=FakeFaults(hang_requests=frozenset({1})))
+    async with service(engine, repository, tmp_path) as client:
+        impatient = GeneratorClient(client.address, grace_s=-9.9)
+        with pytest.raises(DeadlineExceeded, match="GenerateRequest"):
+            await impatient.generate(request("a", [1, 2], deadline_s=10.0))
+        await impatient.close()
+
+
+async def test_a_load_that_takes_too_long_names_its_deadline(tmp_path):
+    repository, old, _ = two_versions()
+    engine = FakeEngine(clock=SystemClock())
+    async with service(engine, repository, tmp_path, load_deadline_s=0.0) as client:
+        with pytest.raises(DeadlineExceeded, match="policy version 2 took longer than 0 s"):
+            await client.load_weights(2, deadline_s=20)
+        turn = await client.generate(request("a", [1, 2]))
+    assert turn.version_spans[0].policy_version == 1
+
+
+async def test_draining_finishes_what_runs_refuses_the_rest_and_counts_what_it_aborts(tmp_path):
+    repository, old, _ = two_versions()
+    engine = FakeEngine(clock=SystemClock(), latency=FakeLatency(step_s=0.005), max_model_len=4000)
+    async with service(engine, repository, tmp_path) as client, asyncio.TaskGroup() as tasks:
+        short = tasks.create_task(client.generate(request("short", [1, 2], max_new_tokens=10)))
+        long = tasks.create_task(client.generate(request("long", [1, 2], max_new_tokens=2000)))
+        await until_running(client, 2)
+        assert await client.drain(0.3) == 1
+        with pytest.raises(EngineError, match="draining"):
+            await client.generate(request("late", [1, 2]))
+        with pytest.raises(EngineError, match="no new weights"):
+            await client.load_weights(2, deadline_s=5)
+    assert short.result().stop_reason is StopReason.LENGTH
+    assert long.result().stop_reason is StopReason.ABORT
+
+
+async def test_health_follows_the_standing(tmp_path):
+    repository, old, _ = two_versions()
+    async with service(FakeEngine(clock=SystemClock()), repository, tmp_path) as client:
+        async with grpc.aio.insecure_channel(client.address) as channel:
+            stub = health_pb2_grpc.HealthStub(channel)
+            asked = health_pb2.HealthCheckRequest(service="rollmill.generator.v1.PolicyInference")
+            before = await stub.Check(asked, timeout=5)
+            await client.drain(0.1)
+            after = await stub.Check(asked, timeout=5)
+    assert (before.status, after.status) == (before.SERVING, after.NOT_SERVING)
+
+
+async def test_an_engine_that_dies_fails_its_requests_and_ends_the_service_with_its_first_error(tmp_path):
+    repository, old, _ = two_versions()
+    engine = FakeEngine(
+        clock=SystemClock(), faults=FakeFaults(hang_requests=frozenset({1}), die_at_request=2), max_model_len=4000
+    )
+    with pytest.RaisesGroup(pytest.RaisesExc(EngineDead, match="told to die at request 2")):
+        async with service(engine, repository, tmp_path) as client:
+            hanging = asyncio.ensure_future(client.generate(request("a", [1, 2])))
+            await until_running(client, 0)
+            while (await client.status()).waiting < 1:
+                await asyncio.sleep(0.002)
+            with pytest.raises(EngineDead, match="told to die at request 2"):
+                await client.generate(request("b", [1, 2]))
+            with pytest.raises(EngineDead, match="told to die at request 2"):
+                await hanging
+
+
+async def test_a_replica_that_is_gone_is_engine_dead(tmp_path):
+    repository, old, _ = two_versions()
+    async with service(FakeEngine(clock=SystemClock()), repository, tmp_path) as client:
+        address = client.address
+    late = GeneratorClient(address)
+    with pytest.raises(EngineDead, match="not reachable"):
+        await late.generate(request("a", [1, 2]))
+    await late.close()
