@@ -24,7 +24,9 @@ def some_tensors(value: float = 1.0) -> dict[str, torch.Tensor]:
     }
 
 
-def publish(repository, value: float = 1.0, *, step: int = 0, parent=None, history: str = "h1", canary=None, tensors=None):
+def publish(
+    repository, value: float = 1.0, *, step: int = 0, parent=None, history: str = "h1", canary=None, tensors=None
+):
     return repository.publish(
         some_tensors(value) if tensors is None else tensors,
         optimizer_step=step,
@@ -40,9 +42,7 @@ def publish(repository, value: float = 1.0, *, step: int = 0, parent=None, histo
 def repository(request, tmp_path):
     shared = tmp_path / "shared"
     shared.mkdir()
-    return LocalModelRepository(
-        tmp_path / "weights", transport=request.param, keep_versions=2, shared_memory=shared
-    )
+    return LocalModelRepository(tmp_path / "weights", transport=request.param, keep_versions=2, shared_memory=shared)
 
 
 def reopened(repository, tmp_path) -> LocalModelRepository:
