@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ from rollmill.generator.client import GeneratorClient
 from rollmill.generator.engines.fake import FakeEngine, FakeFaults, FakeLatency
 from rollmill.generator.main import serve
 from rollmill.generator.state import ReplicaState
+from rollmill.generator.wire import ReplicaStatus
 from rollmill.types import Canary, SamplingParams, StopReason
 
 pytestmark = pytest.mark.integration
@@ -48,10 +49,10 @@ async def service(
         serving = tasks.create_task(
             serve(engine=engine, repository=repository, address_file=file, stop=stop, **options)
         )
-        while not file.exists() and not serving.done():
-            await asyncio.sleep(0.005)
-        if serving.done():
-            await serving
+        while not file.exists():
+            await asyncio.wait({serving}, timeout=0.01)
+            if serving.done():
+                await serving
         client = GeneratorClient(json.loads(file.read_text())["address"])
         try:
             yield client
@@ -66,10 +67,14 @@ def two_versions() -> tuple[MemoryRepository, Any, Any]:
     return repository, old, new
 
 
-async def until_running(client: GeneratorClient, count: int = 1) -> None:
+async def until(client: GeneratorClient, condition: Callable[[ReplicaStatus], bool]) -> None:
     async with asyncio.timeout(10):
-        while (await client.status()).running < count:
-            await asyncio.sleep(0.002)
+        while not condition(await client.status()):
+            pass  # each turn of the loop is a round trip to the service
+
+
+async def until_running(client: GeneratorClient, count: int = 1) -> None:
+    await until(client, lambda status: status.running == count)
 
 
 async def test_a_turn_crosses_the_wire_whole(tmp_path):
@@ -170,7 +175,7 @@ async def test_a_canary_that_disagrees_makes_the_replica_dirty_until_a_newer_ver
             await client.load_weights(3, deadline_s=20)
         partial = await running
         status = await client.status()
-        with pytest.raises(EngineError, match="dirty.*policy version 3"):
+        with pytest.raises(EngineError, match=r"dirty.*policy version 3"):
             await client.generate(request("late", prompt_of(6)))
         await client.load_weights(4, deadline_s=20)
         turn = await client.generate(request("healed", prompt_of(6)))
@@ -215,7 +220,7 @@ async def test_a_prompt_that_does_not_fit_is_a_data_error(tmp_path):
 
 
 async def test_abort_ends_exactly_the_named_request(tmp_path):
-    repository, old, _ = two_versions()
+    repository = two_versions()[0]
     engine = FakeEngine(clock=SystemClock(), latency=FakeLatency(step_s=0.005), max_model_len=4000)
     async with service(engine, repository, tmp_path) as client, asyncio.TaskGroup() as tasks:
         one = tasks.create_task(client.generate(request("a1", [1, 2], max_new_tokens=2000)))
@@ -229,21 +234,19 @@ async def test_abort_ends_exactly_the_named_request(tmp_path):
 
 
 async def test_a_client_that_cancels_frees_the_slot(tmp_path):
-    repository, old, _ = two_versions()
+    repository = two_versions()[0]
     engine = FakeEngine(clock=SystemClock(), latency=FakeLatency(step_s=0.005), max_model_len=4000)
     async with service(engine, repository, tmp_path) as client:
         task = asyncio.ensure_future(client.generate(request("a", [1, 2], max_new_tokens=2000)))
         await until_running(client)
         task.cancel()
-        async with asyncio.timeout(5):
-            while (await client.status()).running:
-                await asyncio.sleep(0.002)
+        await until_running(client, 0)
         with pytest.raises(asyncio.CancelledError):
             await task
 
 
 async def test_past_its_deadline_a_request_returns_what_it_has(tmp_path):
-    repository, old, _ = two_versions()
+    repository = two_versions()[0]
     engine = FakeEngine(clock=SystemClock(), latency=FakeLatency(step_s=0.01), max_model_len=4000)
     async with service(engine, repository, tmp_path) as client:
         turn = await client.generate(request("a", [1, 2], max_new_tokens=2000, deadline_s=0.1))
@@ -252,7 +255,7 @@ async def test_past_its_deadline_a_request_returns_what_it_has(tmp_path):
 
 
 async def test_a_call_without_an_answer_ends_as_deadline_exceeded(tmp_path):
-    repository, old, _ = two_versions()
+    repository = two_versions()[0]
     engine = FakeEngine(clock=SystemClock(), faults=FakeFaults(hang_requests=frozenset({1})))
     async with service(engine, repository, tmp_path) as client:
         impatient = GeneratorClient(client.address, grace_s=-9.9)
@@ -262,7 +265,7 @@ async def test_a_call_without_an_answer_ends_as_deadline_exceeded(tmp_path):
 
 
 async def test_a_load_that_takes_too_long_names_its_deadline(tmp_path):
-    repository, old, _ = two_versions()
+    repository = two_versions()[0]
     engine = FakeEngine(clock=SystemClock())
     async with service(engine, repository, tmp_path, load_deadline_s=0.0) as client:
         with pytest.raises(DeadlineExceeded, match="policy version 2 took longer than 0 s"):
@@ -272,7 +275,7 @@ async def test_a_load_that_takes_too_long_names_its_deadline(tmp_path):
 
 
 async def test_draining_finishes_what_runs_refuses_the_rest_and_counts_what_it_aborts(tmp_path):
-    repository, old, _ = two_versions()
+    repository = two_versions()[0]
     engine = FakeEngine(clock=SystemClock(), latency=FakeLatency(step_s=0.005), max_model_len=4000)
     async with service(engine, repository, tmp_path) as client, asyncio.TaskGroup() as tasks:
         short = tasks.create_task(client.generate(request("short", [1, 2], max_new_tokens=10)))
@@ -288,28 +291,28 @@ async def test_draining_finishes_what_runs_refuses_the_rest_and_counts_what_it_a
 
 
 async def test_health_follows_the_standing(tmp_path):
-    repository, old, _ = two_versions()
-    async with service(FakeEngine(clock=SystemClock()), repository, tmp_path) as client:
-        async with grpc.aio.insecure_channel(client.address) as channel:
-            stub = health_pb2_grpc.HealthStub(channel)
-            asked = health_pb2.HealthCheckRequest(service="rollmill.generator.v1.PolicyInference")
-            before = await stub.Check(asked, timeout=5)
-            await client.drain(0.1)
-            after = await stub.Check(asked, timeout=5)
+    repository = two_versions()[0]
+    async with (
+        service(FakeEngine(clock=SystemClock()), repository, tmp_path) as client,
+        grpc.aio.insecure_channel(client.address) as channel,
+    ):
+        stub = health_pb2_grpc.HealthStub(channel)
+        asked = health_pb2.HealthCheckRequest(service="rollmill.generator.v1.PolicyInference")
+        before = await stub.Check(asked, timeout=5)
+        await client.drain(0.1)
+        after = await stub.Check(asked, timeout=5)
     assert (before.status, after.status) == (before.SERVING, after.NOT_SERVING)
 
 
 async def test_an_engine_that_dies_fails_its_requests_and_ends_the_service_with_its_first_error(tmp_path):
-    repository, old, _ = two_versions()
+    repository = two_versions()[0]
     engine = FakeEngine(
         clock=SystemClock(), faults=FakeFaults(hang_requests=frozenset({1}), die_at_request=2), max_model_len=4000
     )
     with pytest.RaisesGroup(pytest.RaisesExc(EngineDead, match="told to die at request 2")):
         async with service(engine, repository, tmp_path) as client:
             hanging = asyncio.ensure_future(client.generate(request("a", [1, 2])))
-            await until_running(client, 0)
-            while (await client.status()).waiting < 1:
-                await asyncio.sleep(0.002)
+            await until(client, lambda status: status.waiting == 1)
             with pytest.raises(EngineDead, match="told to die at request 2"):
                 await client.generate(request("b", [1, 2]))
             with pytest.raises(EngineDead, match="told to die at request 2"):
@@ -317,7 +320,7 @@ async def test_an_engine_that_dies_fails_its_requests_and_ends_the_service_with_
 
 
 async def test_a_replica_that_is_gone_is_engine_dead(tmp_path):
-    repository, old, _ = two_versions()
+    repository = two_versions()[0]
     async with service(FakeEngine(clock=SystemClock()), repository, tmp_path) as client:
         address = client.address
     late = GeneratorClient(address)

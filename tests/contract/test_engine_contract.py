@@ -1,0 +1,370 @@
+"""What every engine must do, run against the embedded engine (tiny random Llama) and the fake one."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable, Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from generator_builders import (
+    MAX_LEN,
+    all_ids,
+    embedded,
+    prompt_of,
+    random_model,
+    reference_logprobs,
+    request,
+    tensors_of,
+)
+from rollmill.clock import SystemClock
+from rollmill.errors import DataError, EngineDead, EngineError, WeightMismatch
+from rollmill.generator.engines.fake import FakeEngine
+from rollmill.generator.engines.protocol import Engine
+from rollmill.types import GenerateRequest, SamplingParams, StopReason, Turn
+
+OLD, NEW = random_model(seed=1), random_model(seed=2)
+
+
+class Subject:
+    """An engine with what a test needs to know about it."""
+
+    def __init__(self, engine: Engine, *, kill: Callable[[], None]) -> None:
+        self.engine = engine
+        self.kill = kill
+
+    def expected(self, turn: Turn, sampling: SamplingParams, *, version: int) -> np.ndarray:
+        """Log-probs of the behaviour policy by a second implementation."""
+        raise NotImplementedError
+
+    def new_weights(self) -> Mapping[str, torch.Tensor]:
+        return tensors_of(NEW)
+
+
+class EmbeddedSubject(Subject):
+    def expected(self, turn: Turn, sampling: SamplingParams, *, version: int) -> np.ndarray:
+        return reference_logprobs({1: OLD, 2: NEW}[version], turn, sampling)
+
+
+class FakeSubject(Subject):
+    def expected(self, turn: Turn, sampling: SamplingParams, *, version: int) -> np.ndarray:
+        policy = FakeEngine(clock=SystemClock(), digest=f"digest-{version}")
+        ids = all_ids(turn)
+        rows = []
+        for before, token in zip(ids[len(turn.prompt_ids) - 1 : -1], turn.output_ids, strict=True):
+            row = torch.from_numpy(policy.logprobs(int(before))) / (sampling.temperature or 1.0)
+            if sampling.top_p < 1:
+                probabilities, order = row.softmax(-1).sort(descending=True)
+                kept = order[: int((probabilities.cumsum(-1) < sampling.top_p).sum()) + 1]
+                row = torch.full_like(row, -torch.inf).index_copy(0, kept, row[kept])
+            rows.append(float(row.log_softmax(-1)[int(token)]))
+        return np.array(rows, dtype=np.float32)
+
+
+@pytest.fixture(params=["embedded", "fake"])
+async def subject(request, tmp_path) -> AsyncIterator[Subject]:
+    if request.param == "fake":
+        fake = FakeEngine(clock=SystemClock(), digest="digest-1", max_slots=8, max_model_len=MAX_LEN)
+        yield FakeSubject(fake, kill=lambda: fake.kill(RuntimeError("pulled the plug")))
+        await fake.close()
+        return
+    plug = threading.Event()
+
+    def before_step() -> None:
+        if plug.is_set():
+            raise RuntimeError("pulled the plug")
+
+    engine = embedded(tmp_path, OLD, before_step=before_step)
+    yield EmbeddedSubject(engine, kill=plug.set)
+    await engine.close()
+
+
+async def generate_until_running(engine: Engine, asked: GenerateRequest) -> asyncio.Task[Turn]:
+    task = asyncio.ensure_future(engine.generate(asked))
+    before = engine.load().output_tokens
+    async with asyncio.timeout(20):
+        while engine.load().output_tokens < before + 2:
+            await engine.abort("nobody")  # a round trip through the engine
+            await asyncio.sleep(0)
+    return task
+
+
+async def update(subject: Subject, *, version: int = 2, kv: Any = "keep"):
+    return await subject.engine.update(subject.new_weights(), policy_version=version, digest=f"digest-{version}", kv=kv)
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {"temperature": 1.0},
+        {"temperature": 0.5},
+        {"temperature": 1.0, "top_p": 0.9},
+        {"temperature": 0.5, "top_p": 0.6},
+        {"temperature": 0.0},
+    ],
+    ids=str,
+)
+async def test_log_probs_are_those_of_the_distribution_that_was_sampled_from(subject, sampling):
+    turns = await asyncio.gather(
+        *(
+            subject.engine.generate(request(f"r{seed}", prompt_of(5 + seed, seed=seed), seed=seed, **sampling))
+            for seed in range(5)
+        )
+    )
+    for turn in turns:
+        expected = subject.expected(turn, SamplingParams(**sampling), version=1)
+        np.testing.assert_allclose(turn.behavior_logprobs, expected, atol=1e-4)
+
+
+async def test_the_version_spans_partition_the_output_across_an_update(subject):
+    task = await generate_until_running(subject.engine, request("a", prompt_of(5), max_new_tokens=140))
+    await subject.engine.pause("keep")
+    before = subject.engine.load().output_tokens
+    await update(subject)
+    await subject.engine.resume()
+    turn = await task
+    assert [(s.start_token, s.end_token, s.policy_version) for s in turn.version_spans] == [
+        (0, before, 1),
+        (before, 140, 2),
+    ]
+
+
+async def test_no_token_is_produced_between_pause_and_resume(subject):
+    task = await generate_until_running(subject.engine, request("a", prompt_of(5), max_new_tokens=140))
+    await subject.engine.pause("keep")
+    await subject.engine.pause("keep")
+    before = subject.engine.load()
+    waiting = asyncio.ensure_future(subject.engine.generate(request("b", prompt_of(5))))
+    for _ in range(50):
+        await asyncio.sleep(0)
+    await subject.engine.score(np.arange(1, 5))
+    during = subject.engine.load()
+    assert before.paused
+    assert (during.output_tokens, during.running) == (before.output_tokens, 1)
+    await subject.engine.resume()
+    assert len((await task).output_ids) == 140
+    assert len((await waiting).output_ids) == 8
+
+
+async def test_a_new_request_with_an_old_prompt_gets_the_new_policy(subject):
+    prompt = prompt_of(20)
+    await subject.engine.generate(request("old", prompt, group_key="g"))
+    running = await generate_until_running(
+        subject.engine, request("running", prompt, group_key="g", max_new_tokens=120)
+    )
+    await subject.engine.pause("keep")
+    await update(subject, kv="keep")
+    await subject.engine.resume()
+    turn = await subject.engine.generate(request("new", prompt, group_key="g", seed=9))
+    await running
+    assert turn.version_spans[0].policy_version == 2
+    assert turn.cached_tokens == 0
+    np.testing.assert_allclose(turn.behavior_logprobs, subject.expected(turn, SamplingParams(), version=2), atol=1e-4)
+
+
+async def test_abort_of_a1_leaves_a10_alone(subject):
+    a1 = asyncio.ensure_future(subject.engine.generate(request("a1", prompt_of(5), max_new_tokens=140)))
+    a10 = await generate_until_running(subject.engine, request("a10", prompt_of(5), max_new_tokens=140))
+    assert await subject.engine.abort("a1")
+    assert subject.engine.load().running == 1
+    assert not await subject.engine.abort("a1")
+    assert (await a1).stop_reason is StopReason.ABORT
+    assert (await a10).stop_reason is StopReason.LENGTH
+
+
+async def test_a_partial_turn_carries_ids_and_log_probs_and_its_tokens_go_on_as_they_would_have(subject):
+    whole = await subject.engine.generate(request("whole", prompt_of(5), max_new_tokens=140, seed=3))
+    task = await generate_until_running(subject.engine, request("part", prompt_of(5), max_new_tokens=140, seed=3))
+    await subject.engine.abort("part")
+    part = await task
+    n = len(part.output_ids)
+    assert part.stop_reason is StopReason.ABORT
+    assert 0 < n < 140
+    assert part.output_ids.tolist() == whole.output_ids[:n].tolist()
+    np.testing.assert_allclose(part.behavior_logprobs, whole.behavior_logprobs[:n], atol=1e-5)
+    assert part.version_spans[-1].end_token == n
+
+
+async def test_pause_abort_ends_everything_with_what_it_has(subject):
+    tasks = [
+        await generate_until_running(subject.engine, request(f"r{n}", prompt_of(5), max_new_tokens=140))
+        for n in range(2)
+    ]
+    await subject.engine.pause("abort")
+    assert subject.engine.load().running == 0
+    turns = await asyncio.gather(*tasks)
+    assert {turn.stop_reason for turn in turns} == {StopReason.ABORT}
+
+
+async def test_pause_drain_lets_running_requests_finish_and_keeps_waiting_ones(subject):
+    task = await generate_until_running(subject.engine, request("a", prompt_of(5), max_new_tokens=60))
+    draining = asyncio.ensure_future(subject.engine.pause("drain"))
+    await asyncio.sleep(0)
+    late = asyncio.ensure_future(subject.engine.generate(request("late", prompt_of(5))))
+    await draining
+    assert len((await task).output_ids) == 60
+    assert not late.done()
+    await update(subject)
+    await subject.engine.resume()
+    assert {span.policy_version for span in (await late).version_spans} == {2}
+
+
+async def test_an_update_while_running_is_refused(subject):
+    with pytest.raises(EngineError, match="pause the engine first"):
+        await update(subject)
+    assert subject.engine.info().policy_version == 1
+
+
+async def test_a_repeated_update_changes_nothing_and_one_with_another_digest_is_a_mismatch(subject):
+    await subject.engine.pause("keep")
+    first, second = await update(subject), await update(subject)
+    assert (first.changed, second.changed, second.nbytes) == (True, False, 0)
+    assert first.nbytes == sum(parameter.nbytes for parameter in NEW.parameters())
+    with pytest.raises(WeightMismatch):
+        await subject.engine.update(subject.new_weights(), policy_version=2, digest="other", kv="keep")
+
+
+async def test_versions_only_rise(subject):
+    await subject.engine.pause("keep")
+    await update(subject, version=5)
+    with pytest.raises(EngineError, match="only rise"):
+        await update(subject, version=4)
+    assert subject.engine.info().policy_version == 5
+
+
+async def test_scores_are_log_probs_under_temperature_one_of_what_is_served(subject):
+    turn = await subject.engine.generate(request("a", prompt_of(5), max_new_tokens=20))
+    scored = await subject.engine.score(all_ids(turn))
+    np.testing.assert_allclose(scored[4:], turn.behavior_logprobs, atol=1e-4)
+    await subject.engine.pause("keep")
+    await update(subject)
+    rescored = await subject.engine.score(all_ids(turn))
+    np.testing.assert_allclose(rescored[4:], subject.expected(turn, SamplingParams(), version=2), atol=1e-4)
+
+
+async def test_one_seed_gives_the_same_tokens_alone_and_in_company(subject):
+    alone = await subject.engine.generate(request("alone", prompt_of(9), max_new_tokens=30, seed=11))
+    company = await asyncio.gather(
+        *(
+            subject.engine.generate(request(f"r{n}", prompt_of(9, seed=n), max_new_tokens=30, seed=n, top_p=0.9))
+            for n in range(5)
+        ),
+        subject.engine.generate(request("same", prompt_of(9), max_new_tokens=30, seed=11)),
+    )
+    assert company[-1].output_ids.tolist() == alone.output_ids.tolist()
+    assert company[0].output_ids.tolist() != alone.output_ids.tolist()
+
+
+async def test_a_stop_token_ends_the_turn_and_belongs_to_it(subject):
+    free = await subject.engine.generate(request("free", prompt_of(5), max_new_tokens=30, seed=2))
+    stop = int(free.output_ids[4])
+    first = free.output_ids.tolist().index(stop)
+    turn = await subject.engine.generate(
+        request("stopped", prompt_of(5), max_new_tokens=30, seed=2, stop_token_ids=(stop,))
+    )
+    assert turn.stop_reason is StopReason.STOP
+    assert turn.output_ids.tolist() == free.output_ids[: first + 1].tolist()
+
+
+async def test_more_requests_than_slots_are_all_served_in_turn(subject):
+    turns = await asyncio.gather(
+        *(subject.engine.generate(request(f"r{n}", prompt_of(4 + n % 5, seed=n), seed=n)) for n in range(21))
+    )
+    assert [len(turn.output_ids) for turn in turns] == [8] * 21
+    load = subject.engine.load()
+    assert (load.running, load.waiting, load.output_tokens) == (0, 0, 21 * 8)
+    assert load.kv_used_tokens == 0
+
+
+async def test_an_output_never_exceeds_max_model_len(subject):
+    turn = await subject.engine.generate(request("a", prompt_of(MAX_LEN - 3), max_new_tokens=50))
+    assert (len(turn.output_ids), turn.stop_reason) == (3, StopReason.LENGTH)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "sampling", "message"),
+    [
+        ([], {}, "empty prompt"),
+        ([1] * MAX_LEN, {}, f"{MAX_LEN} tokens"),
+        ([1, 10_000], {}, r"1\.\.10000 outside the vocabulary"),
+        ([1], {"temperature": -1.0}, "temperature -1.0"),
+        ([1], {"top_p": 0.0}, "top_p 0.0"),
+        ([1], {"max_new_tokens": 0}, "max_new_tokens 0"),
+    ],
+)
+async def test_a_request_that_cannot_be_served_is_refused_with_its_numbers(subject, prompt, sampling, message):
+    with pytest.raises(DataError, match=message):
+        await subject.engine.generate(request("a", prompt, **sampling))
+    assert subject.engine.load().waiting == 0
+
+
+async def test_an_id_in_use_is_refused(subject):
+    task = await generate_until_running(subject.engine, request("a", prompt_of(5), max_new_tokens=100))
+    with pytest.raises(EngineError, match="in use"):
+        await subject.engine.generate(request("a", prompt_of(5)))
+    assert len((await task).output_ids) == 100
+
+
+async def test_a_request_for_a_newer_version_is_refused(subject):
+    asked = GenerateRequest(
+        request_id="a", prompt_ids=np.array([1, 2]), sampling=SamplingParams(), min_policy_version=2
+    )
+    with pytest.raises(EngineError, match="serves 1"):
+        await subject.engine.generate(asked)
+
+
+async def test_a_killed_engine_fails_all_requests_keeps_the_first_cause_and_is_not_healthy(subject):
+    tasks = [
+        await generate_until_running(subject.engine, request(f"r{n}", prompt_of(5), max_new_tokens=140))
+        for n in range(2)
+    ]
+    assert subject.engine.healthy()
+    subject.kill()
+    for task in tasks:
+        with pytest.raises(EngineDead, match="pulled the plug") as died:
+            await task
+        assert isinstance(died.value.__cause__, RuntimeError)
+    assert not subject.engine.healthy()
+    with pytest.raises(EngineDead, match="pulled the plug"):
+        await subject.engine.generate(request("late", prompt_of(5)))
+    with pytest.raises(EngineDead):
+        await subject.engine.pause("keep")
+
+
+async def test_past_its_deadline_a_request_ends_with_what_it_has_also_while_paused(subject):
+    await subject.engine.pause("keep")
+    turn = await subject.engine.generate(request("a", prompt_of(5), deadline_s=0.02))
+    assert (turn.stop_reason, len(turn.output_ids)) == (StopReason.ABORT, 0)
+    assert turn.version_spans == ()
+
+
+async def test_cancelling_a_caller_frees_its_slot(subject):
+    task = await generate_until_running(subject.engine, request("a", prompt_of(5), max_new_tokens=140))
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await subject.engine.flush()
+    assert subject.engine.load().running == 0
+
+
+async def test_closing_returns_partial_turns_and_refuses_later_calls(subject):
+    task = await generate_until_running(subject.engine, request("a", prompt_of(5), max_new_tokens=140))
+    await subject.engine.close()
+    await subject.engine.close()
+    assert (await task).stop_reason is StopReason.ABORT
+    assert not subject.engine.healthy()
+    with pytest.raises(EngineDead, match="closed"):
+        await subject.engine.generate(request("late", prompt_of(5)))
+
+
+async def test_the_seconds_sum_to_the_wall_time(subject):
+    await subject.engine.generate(request("a", prompt_of(5)))
+    await subject.engine.pause("keep")
+    await update(subject)
+    load = subject.engine.load()
+    assert sum(load.seconds.values()) == pytest.approx(load.wall_s, abs=1e-9)
+    assert {"startup", "decode", "paused", "idle"} <= load.seconds.keys()
