@@ -23,14 +23,16 @@ _ROUNDING = 1e-9
 def ceiling_groups(state: State) -> int:
     """Return the most groups that may be promised (unassigned, assigned or leased) at once.
 
-    It depends on how far the serving weights are behind the trainer, never on the absolute step.
+    Without oversampling that is `(max_staleness + 1 - lag) * G`, with `lag` the steps that the oldest serving weights
+    are behind the trainer: it never depends on the absolute step.
     """
     if state.loaded_step is None:
         return 0
     settings = state.settings
-    lag = max(0, state.optimizer_step - state.loaded_step)
-    steps = max(0, settings.max_staleness + 1 - lag)
-    return math.floor(steps * settings.batch_groups * settings.group_oversampling + _ROUNDING)
+    expires_step = min(state.loaded_step, state.optimizer_step) + settings.max_staleness
+    steps = max(0, expires_step - state.next_step + 1)
+    unassigned = math.floor(steps * settings.batch_groups * settings.group_oversampling + _ROUNDING)
+    return unassigned + state.underway * settings.batch_groups
 
 
 def promised_groups(state: State) -> int:
@@ -47,7 +49,8 @@ def stock_target(state: State) -> float:
     """Return the base stock in rollouts: what must be promised so that the next batch is ready in time.
 
     `B + (mu_t / y) * E[W_group]`, clipped to `[B, (max_staleness + 1) * B]`. The batch in the trainer's hands still
-    counts as promised but can feed no later step, hence it is added to the first term.
+    counts as promised but can feed no later step, hence it is added to the first term, as soon as rollouts for the
+    next step would sample from weights as new as they can be in time.
 
     Reference: base-stock policy of a produce-to-stock queue with random yield and perishable stock.
     """
@@ -55,8 +58,18 @@ def stock_target(state: State) -> float:
     batch = settings.batch_groups * settings.group_size * settings.group_oversampling
     rates = state.rates
     lead = rates.consumption.value / _yield(state) * rates.group_s.value
-    wanted = batch * (1 + state.leased) + lead
+    leased = 0 if _waits_for_fresh_weights(state) else state.leased
+    wanted = batch * (1 + leased) + lead
     return min(max(wanted, batch), (settings.max_staleness + 1) * batch)
+
+
+def _waits_for_fresh_weights(state: State) -> bool:
+    """Whether newer weights will serve so soon that a group started then is still in time for the next step."""
+    if state.loaded_step is None or state.loaded_step >= state.optimizer_step:
+        return False
+    rates = state.rates
+    step_s = state.settings.batch_groups * state.settings.group_size / rates.consumption.value
+    return rates.refresh_s.value + rates.group_s.value < step_s
 
 
 def needed_groups(state: State) -> int:

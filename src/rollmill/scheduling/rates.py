@@ -55,11 +55,13 @@ class Rates:
         consumption: rollouts the trainer consumes per second while it trains.
         signal: share of closed groups with signal.
         group_s: seconds from dispatch to close of a group.
+        refresh_s: seconds from an optimizer update until all replicas serve its weights.
     """
 
     consumption: Ratio
     signal: Ratio
     group_s: Ratio
+    refresh_s: Ratio
 
     @classmethod
     def from_priors(cls, settings: SchedulerSettings) -> Rates:
@@ -69,4 +71,5 @@ class Rates:
             consumption=Ratio.from_prior(batch_rollouts / settings.prior_step_s, unit=settings.prior_step_s),
             signal=Ratio.from_prior(settings.prior_yield, observations=8.0, decay=0.98),
             group_s=Ratio.from_prior(settings.prior_group_s, observations=4.0, decay=0.95),
+            refresh_s=Ratio.from_prior(settings.prior_step_s),
         )

@@ -107,7 +107,7 @@ def _reset(state: State) -> None:
     state.deadlines.clear()
     state.stopping = state.halted = state.had_replica = state.had_batch = False
     state.infra_in_a_row = state.data_drops_in_a_row = 0
-    state.held_since_s = state.trainer_idle_since_s = None
+    state.held_since_s = state.trainer_idle_since_s = state.trained_at_s = None
 
 
 def _begin(state: State, event: RunStarted | RunResumed) -> None:

@@ -43,6 +43,7 @@ class State:
     Attributes:
         optimizer_step: committed updates of the trainer.
         next_step: the step whose batch is assigned next; `next_step - optimizer_step` batches are under way.
+        trained_at_s: time of the last update whose weights are not served everywhere yet.
         attempts: rollout id -> (group, member) of every attempt that runs.
         parked: member id -> (group, member) of those that wait for a replica.
         deadlines: heap of (time, order, kind, id); entries of the past are skipped when they surface.
@@ -59,6 +60,7 @@ class State:
     history_id: str = ""
     optimizer_step: int = 0
     next_step: int = 0
+    trained_at_s: float | None = None
     batches: dict[int, Batch] = field(default_factory=lambda: dict[int, Batch]())
     next_batch_id: int = 0
     next_seq: int = 0

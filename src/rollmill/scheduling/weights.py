@@ -33,7 +33,16 @@ def on_weights_loaded(state: State, event: WeightsLoaded) -> None:
     replica.policy_version = event.policy_version
     replica.loading = None
     refresh_replicas(state)
+    _time_refresh(state)
     request_loads(state)
+
+
+def _time_refresh(state: State) -> None:
+    """Measure how long the newest update took to be served everywhere."""
+    if state.trained_at_s is None or state.loaded_step is None or state.loaded_step < state.optimizer_step:
+        return
+    state.rates.refresh_s.observe(state.now_s - state.trained_at_s, 1.0)
+    state.trained_at_s = None
 
 
 def request_loads(state: State) -> None:
