@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from typing import Any
 
 import numpy as np
@@ -30,12 +31,66 @@ from rollmill.types import GenerateRequest, SamplingParams, StopReason, Turn
 OLD, NEW = random_model(seed=1), random_model(seed=2)
 
 
-class Subject:
-    """An engine with what a test needs to know about it."""
+class Gate:
+    """Stands before each step of an engine's thread, so that a test acts between two steps of its choice."""
 
-    def __init__(self, engine: Engine, *, kill: Callable[[], None]) -> None:
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._allowed = math.inf
+        self._blocked = False
+        self.plug_pulled = False
+
+    def allow(self, steps: float) -> None:
+        with self._changed:
+            self._allowed, self._blocked = steps, False
+            self._changed.notify_all()
+
+    def wait_until_blocked(self) -> None:
+        with self._changed:
+            assert self._changed.wait_for(lambda: self._blocked, timeout=20)
+
+    def __call__(self) -> None:
+        with self._changed:
+            self._blocked = self._allowed <= 0
+            self._changed.notify_all()
+            assert self._changed.wait_for(lambda: self._allowed > 0, timeout=20)
+            self._allowed -= 1
+        if self.plug_pulled:
+            raise RuntimeError("pulled the plug")
+
+
+class Subject:
+    """An engine with what a test needs to know about it. The fake runs on the test's own thread: no gate is needed."""
+
+    def __init__(self, engine: Engine, *, kill: Callable[[], None], gate: Gate | None = None) -> None:
         self.engine = engine
         self.kill = kill
+        self.gate = gate
+
+    async def running(self, asked: GenerateRequest) -> asyncio.Task[Turn]:
+        """Start a request and return once it has two tokens or more; nothing moves on before `act`."""
+        task = asyncio.ensure_future(self.engine.generate(asked))
+        await asyncio.sleep(0)
+        if self.gate is not None:
+            self.gate.allow(2)
+            await asyncio.to_thread(self.gate.wait_until_blocked)
+            return task
+        before = self.engine.load().output_tokens
+        async with asyncio.timeout(20):
+            while self.engine.load().output_tokens < before + 2:
+                await self.engine.abort("nobody")
+                await asyncio.sleep(0)
+        return task
+
+    async def act(self, *calls: Coroutine[Any, Any, Any] | asyncio.Future[Any]) -> Any:
+        """Make calls between two steps, then let the engine run; return what the first call returns."""
+        tasks = []
+        for call in calls:
+            tasks.append(asyncio.ensure_future(call))
+            await asyncio.sleep(0)
+        if self.gate is not None:
+            self.gate.allow(math.inf)
+        return await tasks[0]
 
     def expected(self, turn: Turn, sampling: SamplingParams, *, version: int) -> np.ndarray:
         """Log-probs of the behaviour policy by a second implementation."""
@@ -72,25 +127,16 @@ async def subject(request, tmp_path) -> AsyncIterator[Subject]:
         yield FakeSubject(fake, kill=lambda: fake.kill(RuntimeError("pulled the plug")))
         await fake.close()
         return
-    plug = threading.Event()
+    gate = Gate()
 
-    def before_step() -> None:
-        if plug.is_set():
-            raise RuntimeError("pulled the plug")
+    def kill() -> None:
+        gate.plug_pulled = True
+        gate.allow(math.inf)
 
-    engine = embedded(tmp_path, OLD, before_step=before_step)
-    yield EmbeddedSubject(engine, kill=plug.set)
+    engine = embedded(tmp_path, OLD, before_step=gate)
+    yield EmbeddedSubject(engine, kill=kill, gate=gate)
+    gate.allow(math.inf)
     await engine.close()
-
-
-async def generate_until_running(engine: Engine, asked: GenerateRequest) -> asyncio.Task[Turn]:
-    task = asyncio.ensure_future(engine.generate(asked))
-    before = engine.load().output_tokens
-    async with asyncio.timeout(20):
-        while engine.load().output_tokens < before + 2:
-            await engine.abort("nobody")  # a round trip through the engine
-            await asyncio.sleep(0)
-    return task
 
 
 async def update(subject: Subject, *, version: int = 2, kv: Any = "keep"):
@@ -121,21 +167,21 @@ async def test_log_probs_are_those_of_the_distribution_that_was_sampled_from(sub
 
 
 async def test_the_version_spans_partition_the_output_across_an_update(subject):
-    task = await generate_until_running(subject.engine, request("a", prompt_of(5), max_new_tokens=140))
-    await subject.engine.pause("keep")
+    task = await subject.running(request("a", prompt_of(5), max_new_tokens=60))
+    await subject.act(subject.engine.pause("keep"))
     before = subject.engine.load().output_tokens
     await update(subject)
     await subject.engine.resume()
     turn = await task
     assert [(s.start_token, s.end_token, s.policy_version) for s in turn.version_spans] == [
         (0, before, 1),
-        (before, 140, 2),
+        (before, 60, 2),
     ]
 
 
 async def test_no_token_is_produced_between_pause_and_resume(subject):
-    task = await generate_until_running(subject.engine, request("a", prompt_of(5), max_new_tokens=140))
-    await subject.engine.pause("keep")
+    task = await subject.running(request("a", prompt_of(5), max_new_tokens=60))
+    await subject.act(subject.engine.pause("keep"))
     await subject.engine.pause("keep")
     before = subject.engine.load()
     waiting = asyncio.ensure_future(subject.engine.generate(request("b", prompt_of(5))))
@@ -146,17 +192,15 @@ async def test_no_token_is_produced_between_pause_and_resume(subject):
     assert before.paused
     assert (during.output_tokens, during.running) == (before.output_tokens, 1)
     await subject.engine.resume()
-    assert len((await task).output_ids) == 140
+    assert len((await task).output_ids) == 60
     assert len((await waiting).output_ids) == 8
 
 
 async def test_a_new_request_with_an_old_prompt_gets_the_new_policy(subject):
     prompt = prompt_of(20)
     await subject.engine.generate(request("old", prompt, group_key="g"))
-    running = await generate_until_running(
-        subject.engine, request("running", prompt, group_key="g", max_new_tokens=120)
-    )
-    await subject.engine.pause("keep")
+    running = await subject.running(request("running", prompt, group_key="g", max_new_tokens=60))
+    await subject.act(subject.engine.pause("keep"))
     await update(subject, kv="keep")
     await subject.engine.resume()
     turn = await subject.engine.generate(request("new", prompt, group_key="g", seed=9))
@@ -167,45 +211,40 @@ async def test_a_new_request_with_an_old_prompt_gets_the_new_policy(subject):
 
 
 async def test_abort_of_a1_leaves_a10_alone(subject):
-    a1 = asyncio.ensure_future(subject.engine.generate(request("a1", prompt_of(5), max_new_tokens=140)))
-    a10 = await generate_until_running(subject.engine, request("a10", prompt_of(5), max_new_tokens=140))
-    assert await subject.engine.abort("a1")
-    assert subject.engine.load().running == 1
+    a1 = asyncio.ensure_future(subject.engine.generate(request("a1", prompt_of(5), max_new_tokens=60)))
+    a10 = await subject.running(request("a10", prompt_of(5), max_new_tokens=60))
+    assert await subject.act(subject.engine.abort("a1"))
     assert not await subject.engine.abort("a1")
     assert (await a1).stop_reason is StopReason.ABORT
     assert (await a10).stop_reason is StopReason.LENGTH
 
 
 async def test_a_partial_turn_carries_ids_and_log_probs_and_its_tokens_go_on_as_they_would_have(subject):
-    whole = await subject.engine.generate(request("whole", prompt_of(5), max_new_tokens=140, seed=3))
-    task = await generate_until_running(subject.engine, request("part", prompt_of(5), max_new_tokens=140, seed=3))
-    await subject.engine.abort("part")
+    whole = await subject.engine.generate(request("whole", prompt_of(5), max_new_tokens=60, seed=3))
+    task = await subject.running(request("part", prompt_of(5), max_new_tokens=60, seed=3))
+    await subject.act(subject.engine.abort("part"))
     part = await task
     n = len(part.output_ids)
     assert part.stop_reason is StopReason.ABORT
-    assert 0 < n < 140
+    assert 0 < n < 60
     assert part.output_ids.tolist() == whole.output_ids[:n].tolist()
     np.testing.assert_allclose(part.behavior_logprobs, whole.behavior_logprobs[:n], atol=1e-5)
     assert part.version_spans[-1].end_token == n
 
 
 async def test_pause_abort_ends_everything_with_what_it_has(subject):
-    tasks = [
-        await generate_until_running(subject.engine, request(f"r{n}", prompt_of(5), max_new_tokens=140))
-        for n in range(2)
-    ]
-    await subject.engine.pause("abort")
+    tasks = [await subject.running(request(f"r{n}", prompt_of(5), max_new_tokens=60)) for n in range(2)]
+    await subject.act(subject.engine.pause("abort"))
     assert subject.engine.load().running == 0
     turns = await asyncio.gather(*tasks)
     assert {turn.stop_reason for turn in turns} == {StopReason.ABORT}
 
 
 async def test_pause_drain_lets_running_requests_finish_and_keeps_waiting_ones(subject):
-    task = await generate_until_running(subject.engine, request("a", prompt_of(5), max_new_tokens=60))
+    task = await subject.running(request("a", prompt_of(5), max_new_tokens=60))
     draining = asyncio.ensure_future(subject.engine.pause("drain"))
-    await asyncio.sleep(0)
     late = asyncio.ensure_future(subject.engine.generate(request("late", prompt_of(5))))
-    await draining
+    await subject.act(draining, late)
     assert len((await task).output_ids) == 60
     assert not late.done()
     await update(subject)
@@ -303,10 +342,10 @@ async def test_a_request_that_cannot_be_served_is_refused_with_its_numbers(subje
 
 
 async def test_an_id_in_use_is_refused(subject):
-    task = await generate_until_running(subject.engine, request("a", prompt_of(5), max_new_tokens=100))
+    task = await subject.running(request("a", prompt_of(5), max_new_tokens=60))
     with pytest.raises(EngineError, match="in use"):
-        await subject.engine.generate(request("a", prompt_of(5)))
-    assert len((await task).output_ids) == 100
+        await subject.act(subject.engine.generate(request("a", prompt_of(5))))
+    assert len((await task).output_ids) == 60
 
 
 async def test_a_request_for_a_newer_version_is_refused(subject):
@@ -318,10 +357,7 @@ async def test_a_request_for_a_newer_version_is_refused(subject):
 
 
 async def test_a_killed_engine_fails_all_requests_keeps_the_first_cause_and_is_not_healthy(subject):
-    tasks = [
-        await generate_until_running(subject.engine, request(f"r{n}", prompt_of(5), max_new_tokens=140))
-        for n in range(2)
-    ]
+    tasks = [await subject.running(request(f"r{n}", prompt_of(5), max_new_tokens=60)) for n in range(2)]
     assert subject.engine.healthy()
     subject.kill()
     for task in tasks:
@@ -343,17 +379,17 @@ async def test_past_its_deadline_a_request_ends_with_what_it_has_also_while_paus
 
 
 async def test_cancelling_a_caller_frees_its_slot(subject):
-    task = await generate_until_running(subject.engine, request("a", prompt_of(5), max_new_tokens=140))
+    task = await subject.running(request("a", prompt_of(5), max_new_tokens=60))
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    await subject.engine.flush()
+    await subject.act(subject.engine.flush())
     assert subject.engine.load().running == 0
 
 
 async def test_closing_returns_partial_turns_and_refuses_later_calls(subject):
-    task = await generate_until_running(subject.engine, request("a", prompt_of(5), max_new_tokens=140))
-    await subject.engine.close()
+    task = await subject.running(request("a", prompt_of(5), max_new_tokens=60))
+    await subject.act(subject.engine.close())
     await subject.engine.close()
     assert (await task).stop_reason is StopReason.ABORT
     assert not subject.engine.healthy()
