@@ -128,7 +128,6 @@ def derive(config: RollmillConfig, *, facts: Any = None) -> Derived:
     schedule = config.schedule
     rollouts = schedule.batch_groups * schedule.group_size
     model = None if facts is None else ModelFacts.of(facts)
-    longest_prompt = config.generator.max_model_len - config.sampling.max_new_tokens
     weights = None if model is None else model.parameters * BYTES_OF["float32"]
     kept = config.weights.keep_versions + 1  # one more while the newest is being written
     return Derived(
@@ -138,9 +137,8 @@ def derive(config: RollmillConfig, *, facts: Any = None) -> Derived:
         stock_ceiling_rollouts=int((schedule.max_staleness + 1) * schedule.batch_groups * schedule.group_oversampling)
         * schedule.group_size,
         slots=config.generator.replicas * config.generator.max_slots,
-        tokens_per_step_at_most=rollouts * config.sampling.max_new_tokens,
-        packed_tokens_per_step_at_most=rollouts * config.sampling.max_new_tokens
-        + schedule.batch_groups * max(longest_prompt, 0),
+        tokens_per_step_at_most=_output_tokens(config),
+        packed_tokens_per_step_at_most=_packed_tokens(config),
         kv_bytes_per_replica=None if model is None else _kv_bytes(config, model=model),
         weights_bytes=weights,
         shared_bytes=None if weights is None else weights * kept,
@@ -221,6 +219,15 @@ def serving_bytes(config: RollmillConfig) -> int:
     return BYTES_OF[resolve_dtype(config.generator.dtype)]
 
 
+def _output_tokens(config: RollmillConfig) -> int:
+    return config.schedule.batch_groups * config.schedule.group_size * config.sampling.max_new_tokens
+
+
+def _packed_tokens(config: RollmillConfig) -> int:
+    longest_prompt = max(config.generator.max_model_len - config.sampling.max_new_tokens, 0)
+    return _output_tokens(config) + config.schedule.batch_groups * longest_prompt
+
+
 def _kv_bytes(config: RollmillConfig, *, model: ModelFacts) -> int:
     per_token = model.kv_bytes_per_token(dtype_bytes=serving_bytes(config))
     return config.generator.max_slots * config.generator.max_model_len * per_token
@@ -248,11 +255,9 @@ def _generator_parts(config: RollmillConfig, *, model: ModelFacts) -> dict[str, 
 
 def _trainer_parts(config: RollmillConfig, *, model: ModelFacts) -> dict[str, int]:
     compute = BYTES_OF[resolve_dtype(config.trainer.dtype)]
-    tokens = config.trainer.micro_batch_tokens
+    tokens = min(config.trainer.micro_batch_tokens, _packed_tokens(config))
     # A loss token needs its logits, and their gradient in the backward pass.
-    loss_tokens = min(
-        tokens, config.schedule.batch_groups * config.schedule.group_size * config.sampling.max_new_tokens
-    )
+    loss_tokens = min(tokens, _output_tokens(config))
     parts = {
         "process": TORCH_PROCESS_BYTES,
         "weights": model.parameters * BYTES_OF["float32"],

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from rollmill.config.checks import check, warnings_of
-from rollmill.config.derive import Derived, Memory, ModelFacts, derive
+from rollmill.config.derive import Derived, Memory, ModelFacts, check_divisible, derive
 from rollmill.config.precision import resolve_dtype
 from rollmill.config.schema import RollmillConfig
 from rollmill.errors import ConfigError
@@ -85,6 +85,13 @@ def plan(
         ConfigError: if the settings clash, the context is longer than the model's, or memory does not suffice.
     """
     check(config)
+    # One trainer process and one update per batch: the whole batch is the mini-batch of a single rank.
+    check_divisible(
+        prompts=config.schedule.batch_groups,
+        group_size=config.schedule.group_size,
+        mini_batch_prompts=config.schedule.batch_groups,
+        ranks=1,
+    )
     model = None if facts is None else ModelFacts.of(facts)
     derived = derive(config, facts=model)
     if model is not None:

@@ -52,6 +52,15 @@ def test_the_trainer_keeps_weights_gradients_and_two_moments_in_float32():
     assert parts["reference"] == 4_000_000
     assert parts["logits"] == 2 * 768 * 128 * 4  # loss tokens (under the 2048 of a micro-batch) x vocabulary
     assert "autocast_copies" not in parts
+    # A step packs at most 1696 tokens, under the 2048 of a micro-batch; x 2 layers x 16 x 64 wide x 4 bytes.
+    assert parts["activations"] == 1696 * 2 * 16 * 64 * 4
+
+
+def test_a_small_micro_batch_bounds_activations():
+    config = load_config(None, overrides=["trainer.dtype=float32", "trainer.micro_batch_tokens=256"]).config
+    parts = next(memory.parts for memory in derive(config, facts=TINY).memory if memory.process == "trainer")
+    assert parts["activations"] == 256 * 2 * 16 * 64 * 4
+    assert parts["logits"] == 2 * 256 * 128 * 4
 
 
 def test_bfloat16_adds_copies_and_halves_the_generator():
