@@ -24,13 +24,13 @@ class Environment(Protocol):
     """Tasks, turns and verdicts of one environment."""
 
     def training_size(self) -> int:
-        """Number of distinct training tasks."""
+        """Number of draws in an epoch of the training stream."""
         ...
 
     def task_at(self, index: int) -> Task:
         """Return draw number `index` of the training stream: a pure function of the run's seed and the index.
 
-        Each epoch is a fresh permutation; every task comes once before any comes twice.
+        Each epoch is a fresh permutation of the same draws.
         """
         ...
 

@@ -1,9 +1,9 @@
 """Tasks of the PyPI package reasoning-gym, single-turn, as mixtures with weights.
 
 Decides which problems are training and which are held out (by content, see `split`) and which one a draw gets (see
-`order`). Weights decide the composition of the pool, before duplicates are removed: a family with few distinct
-problems ends up with a smaller share than its weight, and `composition()` says so. Within an epoch every problem comes
-once. It does not generate (`gym_pool`) and does not score (`score_pool`) by itself.
+`order`). Weights decide the composition of the pool. Within an epoch a problem comes as often as it was drawn, so that
+weights hold; with `draws = "distinct"` it comes once, and a family with few distinct problems ends up with a smaller
+share than its weight, as `composition()` says. It does not generate (`gym_pool`) and does not score (`score_pool`) by itself.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rollmill.environments.order import EpochOrder
 from rollmill.environments.protocol import Observation
 from rollmill.environments.score_pool import ScorePool, ScoreStatistics
 from rollmill.environments.scoring import ScorerSpec, check_scorer_name
-from rollmill.environments.split import Problem, split_problems
+from rollmill.environments.split import Problem, generated_draws, split_problems
 from rollmill.errors import DataError
 from rollmill.types import Message, Outcome, Task
 
@@ -70,7 +70,10 @@ class ReasoningGymEnvironment:
         self._system_prompt = system_prompt
         split = split_problems(problems, heldout_size=settings.heldout_size, heldout_fraction=settings.heldout_fraction)
         self._training, self._heldout = split.training, split.heldout
-        self._order = EpochOrder(size=len(self._training), run_seed=run_seed)
+        self._stream = (
+            self._training if settings.draws == "distinct" else generated_draws(problems, training=self._training)
+        )
+        self._order = EpochOrder(size=len(self._stream), run_seed=run_seed)
         self._pool = ScorePool(
             ScorerSpec(name=settings.scorer, mixes=self._mixes if settings.scorer == "dataset" else ()),
             size=settings.scoring_workers,
@@ -78,12 +81,12 @@ class ReasoningGymEnvironment:
         )
 
     def training_size(self) -> int:
-        """Number of distinct training tasks."""
-        return len(self._training)
+        """Number of draws in an epoch."""
+        return len(self._stream)
 
     def task_at(self, index: int) -> Task:
         """Return draw number `index` of the training stream; a pure function of run seed and index."""
-        return self._task(self._training[self._order.position(index)])
+        return self._task(self._stream[self._order.position(index)])
 
     def heldout(self) -> tuple[Task, ...]:
         """Return the held-out tasks: the same for every run over this pool."""
@@ -146,6 +149,7 @@ class ReasoningGymEnvironment:
         content = {
             "kind": "reasoning_gym",
             "mixes": [[mix.name, mix.options, mix.draws] for mix in self._mixes],
+            "draws": [self._settings.draws, len(self._stream)],
             "split": [self._settings.heldout_size, self._settings.heldout_fraction],
             "training": sorted(problem.task_id for problem in self._training),
             "heldout": sorted(problem.task_id for problem in self._heldout),

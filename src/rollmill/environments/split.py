@@ -110,6 +110,17 @@ def split_problems(problems: Iterable[Problem], *, heldout_size: int, heldout_fr
     return Split(training=training, heldout=heldout, spare=len(side) - heldout_size)
 
 
+def generated_draws(problems: Iterable[Problem], *, training: Sequence[Problem]) -> tuple[Problem, ...]:
+    """Return every draw of the training side, duplicates included, in the generator's order.
+
+    Args:
+        problems: all draws of the pool.
+        training: the distinct training problems; each stands for all draws of its content.
+    """
+    by_key = {problem.key: problem for problem in training}
+    return tuple(by_key[problem.key] for problem in problems if problem.key in by_key)
+
+
 def check_disjoint(training: Sequence[Problem], heldout: Sequence[Problem]) -> None:
     """Check that no content is on both sides and that the held-out problems are distinct.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ from rollmill.config.schema import EnvironmentSettings, TaskMix
 from rollmill.environments.gym_pool import Mix, generate_pool, make_dataset, plan_mixes, pool_seed
 from rollmill.environments.reasoning_gym import ReasoningGymEnvironment
 from rollmill.environments.scoring import ScorerSpec, build_scorer
-from rollmill.environments.split import Problem
+from rollmill.environments.split import Problem, hash_fraction, make_problem
 from rollmill.errors import ConfigError, DataError
 
 SUMS: dict[str, Any] = {
@@ -76,14 +77,26 @@ def test_one_digit_sums_are_never_on_both_sides_whatever_the_seeds(
     assert questions.isdisjoint(one.task_at(i).messages[-1].content for i in range(one.training_size()))
 
 
-def test_each_task_comes_once_per_epoch() -> None:
-    environment = build(settings_of())
+def test_with_distinct_draws_each_task_comes_once_per_epoch() -> None:
+    environment = build(settings_of(draws="distinct"))
     size = environment.training_size()
     first = training_ids(environment)
     second = [environment.task_at(size + index).task_id for index in range(size)]
     assert len(set(first)) == size
     assert sorted(first) == sorted(second)
     assert first != second
+
+
+def test_a_task_comes_as_often_per_epoch_as_the_generator_drew_it() -> None:
+    sums = [make_problem(family="sums", question=f"{n} + 1", answer=str(n + 1)) for n in range(12)]
+    pool = [*sums, sums[0], sums[0], sums[1]]
+    environment = build(settings_of(heldout_size=1), problems=pool)
+    heldout = {task.task_id for task in environment.heldout()}
+    drawn = Counter(training_ids(environment))
+    expected = Counter(problem.task_id for problem in pool)
+    assert len(drawn) == 12 - len([p for p in sums if hash_fraction(p.key) < 0.2])
+    assert all(drawn[task_id] == expected[task_id] for task_id in drawn)
+    assert not heldout & drawn.keys()
 
 
 def test_the_run_seed_moves_the_order_and_nothing_else() -> None:
@@ -95,7 +108,7 @@ def test_the_run_seed_moves_the_order_and_nothing_else() -> None:
 
 
 def test_a_doubled_pool_is_the_same_data_set() -> None:
-    configured = settings_of()
+    configured = settings_of(draws="distinct")
     problems = generate_pool(plan_mixes(configured.tasks, pool_size=configured.pool_size))
     assert build(configured, problems=problems * 2).identity() == build(configured, problems=problems).identity()
 
