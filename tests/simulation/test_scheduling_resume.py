@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from simulation.scheduling_world import World, settings
 
 from rollmill.scheduling import DropReason
 from rollmill.scheduling import events as ev
 from rollmill.scheduling import instructions as ins
+from simulation.scheduling_world import World, settings
 
 TASKS = 8
 

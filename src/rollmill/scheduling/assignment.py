@@ -20,19 +20,17 @@ def choose_batch(book: GroupBook, *, step: int, places: int, window: int) -> lis
     For every step `d` that some group must be consumed by, the batch takes at least as many of the groups that
     expire by `d` as do not fit into the later batches up to `d` (see `admission` for the proof that this suffices).
     """
+    dues = _dues(book, step=step, places=places)
+    if any(due > ready for _, due, ready in dues):
+        return None
     chosen: dict[int, GroupRecord] = {}
-    expiring = 0
-    for expires_step in sorted(book.expiring):
-        expiring += book.expiring[expires_step]
-        due = min(expiring - places * (expires_step - step), places)
+    for expires_step, due, _ in dues:
         if due <= len(chosen):
             continue
         for group in book.ready_until(expires_step):
             chosen[group.seq] = group
             if len(chosen) >= due:
                 break
-        if len(chosen) < due:
-            return None
     for group in book.oldest(max(window, places)):
         if len(chosen) >= places:
             break
@@ -41,6 +39,17 @@ def choose_batch(book: GroupBook, *, step: int, places: int, window: int) -> lis
     if len(chosen) < places:
         return None
     return [chosen[seq] for seq in sorted(chosen)]
+
+
+def _dues(book: GroupBook, *, step: int, places: int) -> list[tuple[int, int, int]]:
+    """Return (d, groups expiring by `d` that this batch must take, those of them that are ready) for every `d`."""
+    dues: list[tuple[int, int, int]] = []
+    expiring = ready = 0
+    for expires_step in sorted(book.expiring):
+        expiring += book.expiring[expires_step]
+        ready += len(book.ready.get(expires_step, ()))
+        dues.append((expires_step, min(expiring - places * (expires_step - step), places), ready))
+    return dues
 
 
 def assign(state: State) -> None:
@@ -59,14 +68,17 @@ def assign(state: State) -> None:
 
 def _full_batch(state: State) -> list[GroupRecord] | None:
     book = state.book
-    while book.ready_count >= state.settings.batch_groups:
+    while book.changed and book.ready_count >= state.settings.batch_groups:
         chosen = choose_batch(
             book,
             step=state.next_step,
             places=state.settings.batch_groups,
             window=state.settings.window_groups,
         )
-        if chosen is None or any(group.state is GroupState.READY for group in chosen):
+        if chosen is None:
+            book.changed = False
+            return None
+        if any(group.state is GroupState.READY for group in chosen):
             return chosen
         # Nothing but groups without signal: no empty batch, sampling goes on.
         _discard_blanks(state, chosen)

@@ -126,6 +126,7 @@ class GroupBook:
         unassigned: seq -> group, oldest first: open, closing, ready and blank ones.
         trained: kept, because a resume may have to put them back.
         expiring: last step at which it may be consumed -> unassigned groups.
+        changed: whether a batch that could not be formed is worth another look.
     """
 
     max_staleness: int
@@ -137,6 +138,7 @@ class GroupBook:
     ready_count: int = 0
     blank_count: int = 0
     unfinished_count: int = 0
+    changed: bool = True
 
     def add(self, group: GroupRecord) -> None:
         """Take in a newly opened group; ids only rise."""
@@ -228,6 +230,7 @@ class GroupBook:
     def _index_ready(self, group: GroupRecord) -> None:
         bisect.insort(self.ready.setdefault(group.expires_step, []), group.seq)
         self.ready_count += 1
+        self.changed = True
 
     def _unindex_ready(self, group: GroupRecord) -> None:
         seqs = self.ready[group.expires_step]
@@ -237,6 +240,7 @@ class GroupBook:
         self.ready_count -= 1
 
     def _count_expiry(self, step: int, change: int) -> None:
+        self.changed = True
         left = self.expiring.get(step, 0) + change
         if left:
             self.expiring[step] = left
