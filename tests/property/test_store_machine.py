@@ -10,6 +10,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -20,7 +21,6 @@ from rollmill.buffer import Assignment, LeasedBatch, MemoryStore, SampleStore, S
 from rollmill.errors import LeaseLost, StoreError
 
 OWNERS = st.sampled_from(["t1", "t2"])
-GROUPS = st.sampled_from([f"g{n}" for n in range(8)])
 LEASE_S = 10.0
 
 
@@ -39,7 +39,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.committed = commit_at(0, version=1)
         self.next_batch = 0
         self.next_version = 2
-        self.rows_seen = 0
+        self.rules_since_crash = 0
 
     def open(self) -> SampleStore:
         raise NotImplementedError
@@ -50,44 +50,79 @@ class StoreMachine(RuleBasedStateMachine):
     def assigned_steps(self) -> set[int]:
         return {step for step, _ in self.batches.values()} | {step - 1 for step, _, _ in self.history}
 
-    @rule(groups=st.lists(GROUPS, min_size=1, max_size=3), entries=st.integers(0, 2))
-    def put(self, groups, entries):
+    def groups_that_are(self, *states: str) -> list[str]:
+        return sorted(group for group, state in self.where.items() if state in states)
+
+    @rule(count=st.integers(1, 3), entries=st.integers(0, 2))
+    def some_groups_come(self, count, entries):
+        self.put(count, entries)
+
+    def put(self, count: int, entries: int) -> None:
+        groups = [f"g{len(self.where) + n:03d}" for n in range(count)]
         journal = tuple(f"e{len(self.journal) + n}".encode() for n in range(entries))
-        transition = Transition(journal=journal, puts=tuple(a_group(group) for group in groups))
-        if len(set(groups)) < len(groups) or any(group in self.where for group in groups):
-            with pytest.raises(StoreError):
-                self.store.apply(transition)
-            return
         self.journal += journal
+        transition = Transition(journal=journal, puts=tuple(a_group(group) for group in groups))
         assert self.store.apply(transition) == len(self.journal)
         self.where |= dict.fromkeys(groups, "buffered")
 
-    @rule(groups=st.lists(GROUPS, min_size=1, max_size=3), ahead=st.integers(0, 2))
-    def assign(self, groups, ahead):
-        step = self.step() + ahead
-        batch = Assignment(batch_id=self.next_batch, optimizer_step=step, group_ids=tuple(groups))
-        possible = len(set(groups)) == len(groups) and all(self.where.get(group) == "buffered" for group in groups)
-        if not possible or step in self.assigned_steps():
-            with pytest.raises(StoreError):
-                self.store.apply(Transition(assignments=(batch,)))
-            return
-        self.store.apply(Transition(assignments=(batch,)))
-        self.batches[batch.batch_id] = (step, batch.group_ids)
-        self.next_batch += 1
-        self.where |= dict.fromkeys(groups, "assigned")
+    @precondition(lambda self: self.groups_that_are("buffered"))
+    @rule(data=st.data(), drop_too=st.booleans())
+    def assign(self, data, drop_too):
+        """Assign the next free step, in one transition with a drop where there is a group to spare."""
+        self.assign_next(data, drop_too=drop_too)
 
-    @rule(group=GROUPS)
-    def drop(self, group):
-        transition = Transition(drops=((group, "stale"),))
-        if self.where.get(group) != "buffered":
-            with pytest.raises(StoreError):
-                self.store.apply(transition)
-            return
-        self.store.apply(transition)
-        self.where[group] = "dropped"
+    def assign_next(self, data: st.DataObject, *, drop_too: bool) -> None:
+        free = self.groups_that_are("buffered")
+        groups = data.draw(st.lists(st.sampled_from(free), min_size=1, max_size=3, unique=True))
+        spare = [group for group in free if group not in groups][:1] if drop_too else []
+        batch = Assignment(
+            batch_id=self.next_batch,
+            optimizer_step=max(self.assigned_steps(), default=-1) + 1,
+            group_ids=tuple(groups),
+        )
+        self.store.apply(Transition(assignments=(batch,), drops=tuple((group, "stale") for group in spare)))
+        self.batches[batch.batch_id] = (batch.optimizer_step, batch.group_ids)
+        self.next_batch += 1
+        self.where |= dict.fromkeys(groups, "assigned") | dict.fromkeys(spare, "dropped")
+
+    @precondition(lambda self: self.where)
+    @rule(data=st.data())
+    def what_must_be_refused_changes_nothing(self, data):
+        """Whatever good stands beside the fault in the same transition is undone too."""
+        known = data.draw(st.sampled_from(sorted(self.where)))
+        busy = self.groups_that_are("assigned", "trained", "dropped")
+        faults = [Transition(puts=(a_group(known),)), Transition(drops=(("never seen", "stale"),))]
+        if busy:
+            group = data.draw(st.sampled_from(busy))
+            batch = Assignment(batch_id=self.next_batch, optimizer_step=10_000, group_ids=(group,))
+            faults += [Transition(drops=((group, "stale"),)), Transition(assignments=(batch,))]
+        free = self.groups_that_are("buffered")
+        if free and self.assigned_steps():
+            step = data.draw(st.sampled_from(sorted(self.assigned_steps())))
+            batch = Assignment(batch_id=self.next_batch, optimizer_step=step, group_ids=(free[0],))
+            faults.append(Transition(assignments=(batch,)))
+        fault = data.draw(st.sampled_from(faults))
+        beside = msgspec.structs.replace(fault, journal=(b"beside",), puts=(a_group("beside"), *fault.puts))
+        with pytest.raises(StoreError):
+            self.store.apply(beside)
 
     @rule(owner=OWNERS)
     def lease(self, owner):
+        self.lease_as(owner)
+
+    @rule(owner=OWNERS, data=st.data())
+    def train(self, owner, data):
+        """What happens when nothing goes wrong."""
+        if not any(step == self.step() for step, _ in self.batches.values()):
+            self.put(2, 1)
+            self.assign_next(data, drop_too=False)
+        self.now_s += LEASE_S  # nobody else's lease stands in the way
+        self.lease_as(owner)
+        for batch_id in [b for b, (holder, _) in self.leases.items() if holder == owner]:
+            if self.batches[batch_id][0] == self.step():
+                self.use(batch_id, owner, "record")
+
+    def lease_as(self, owner: str) -> None:
         step = self.step()
         found = [batch_id for batch_id, (at, _) in self.batches.items() if at == step]
         if not found:
@@ -112,9 +147,11 @@ class StoreMachine(RuleBasedStateMachine):
         self.now_s += seconds
 
     @precondition(lambda self: self.leases)
-    @rule(owner=OWNERS, data=st.data(), what=st.sampled_from(["renew", "release", "record"]))
+    @rule(owner=OWNERS, data=st.data(), what=st.sampled_from(["record", "record", "renew", "release"]))
     def use_lease(self, owner, data, what):
-        batch_id = data.draw(st.sampled_from(sorted(self.leases)))
+        self.use(data.draw(st.sampled_from(sorted(self.leases))), owner, what)
+
+    def use(self, batch_id: int, owner: str, what: str) -> None:
         step, groups = self.batches[batch_id]
         record = a_step(batch_id, *groups, step=step + 1, version=self.next_version)
         use = {
@@ -145,8 +182,10 @@ class StoreMachine(RuleBasedStateMachine):
         step, _, version = self.history[-1]
         self.committed = commit_at(step, *groups, version=version, offset=len(self.journal))
 
+    @precondition(lambda self: self.rules_since_crash > 6)
     @rule()
     def crash_and_reconcile(self):
+        self.rules_since_crash = 0
         self.reopen()
         found = self.store.reconcile(self.committed)
         step = self.committed.optimizer_step
@@ -163,6 +202,10 @@ class StoreMachine(RuleBasedStateMachine):
 
     def reopen(self) -> None:
         """A crash loses nothing that was acknowledged."""
+
+    @invariant()
+    def time_since_the_crash_is_counted(self):
+        self.rules_since_crash += 1
 
     @invariant()
     def the_store_shows_what_the_model_knows(self):
