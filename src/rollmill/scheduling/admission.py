@@ -58,18 +58,18 @@ def stock_target(state: State) -> float:
     batch = settings.batch_groups * settings.group_size * settings.group_oversampling
     rates = state.rates
     lead = rates.consumption.value / _yield(state) * rates.group_s.value
-    leased = 0 if _waits_for_fresh_weights(state) else state.leased
-    wanted = batch * (1 + leased) + lead
+    spoken_for = batch if state.training and not _waits_for_fresh_weights(state) else 0.0
+    wanted = batch + spoken_for + lead
     return min(max(wanted, batch), (settings.max_staleness + 1) * batch)
 
 
 def _waits_for_fresh_weights(state: State) -> bool:
-    """Whether newer weights will serve so soon that a group started then is still in time for the next step."""
+    """Whether newer weights will serve so soon that a batch started then, replacements too, is in time."""
     if state.loaded_step is None or state.loaded_step >= state.optimizer_step:
         return False
     rates = state.rates
     step_s = state.settings.batch_groups * state.settings.group_size / rates.consumption.value
-    return rates.refresh_s.value + rates.group_s.value < step_s
+    return rates.refresh_s.value + rates.group_s.value / _yield(state) < step_s
 
 
 def needed_groups(state: State) -> int:

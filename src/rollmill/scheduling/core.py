@@ -165,7 +165,7 @@ class Scheduler:
         if state.optimizer_step >= state.settings.total_steps:
             self._finish("steps_done")
         elif state.stopping:
-            if not state.leased and not state.book.unfinished_count:
+            if not state.training and not state.book.unfinished_count:
                 self._finish("stopped")
         elif not state.draws_left and not state.underway and not state.book.live:
             self._finish("end_of_data")

@@ -97,9 +97,9 @@ class State:
     out: list[AnyInstruction] = field(default_factory=lambda: list[AnyInstruction]())
 
     @property
-    def leased(self) -> int:
-        """Batches in the trainer's hands."""
-        return sum(1 for batch in self.batches.values() if batch.leased_s is not None)
+    def training(self) -> bool:
+        """Whether the trainer holds a batch. It holds one at a time, whatever order its reports come in."""
+        return any(batch.leased_s is not None for batch in self.batches.values())
 
     @property
     def underway(self) -> int:
