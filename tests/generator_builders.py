@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
+from collections.abc import Sequence as Ids
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,17 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig
 
-from rollmill.clock import Clock, SystemClock
+from rollmill.clock import Clock, SystemClock, VirtualClock
 from rollmill.errors import WeightError, WeightMismatch
+from rollmill.generator.engines.embedded.core import EngineCore
 from rollmill.generator.engines.embedded.engine import EmbeddedEngine
+from rollmill.generator.engines.embedded.model import ServedModel
+from rollmill.generator.engines.meter import SecondsMeter
+from rollmill.generator.engines.protocol import KvPolicy
+from rollmill.generator.engines.sequence import Sequence
 from rollmill.types import Canary, GenerateRequest, SamplingParams, TensorEntry, Turn, WeightManifest
+
+torch.set_num_threads(1)
 
 VOCABULARY = 96
 MAX_LEN = 160
@@ -72,7 +80,53 @@ def embedded(
     )
 
 
-def request(request_id: str, prompt: Sequence[int], *, group_key: str = "", deadline_s: float = 60.0, **sampling: Any):
+class SteppedEngine:
+    """The embedded engine's core on a virtual clock, moved by hand, with the turns it delivered."""
+
+    def __init__(
+        self, folder: Path, model: Any, *, max_slots: int = 8, prefill_tokens: int = 512, dtype: str = "float32"
+    ):
+        self.clock = VirtualClock()
+        self.meter = SecondsMeter(self.clock, cause="startup")
+        served = ServedModel(save_config(folder, model.config), dtype=getattr(torch, dtype), tensors=tensors_of(model))
+        self.core = EngineCore(
+            served,
+            policy_version=1,
+            digest="digest-1",
+            max_slots=max_slots,
+            max_model_len=MAX_LEN,
+            prefill_tokens=prefill_tokens,
+            clock=self.clock,
+            meter=self.meter,
+        )
+        self.results: dict[str, Turn | Exception] = {}
+
+    def submit(self, asked: GenerateRequest) -> None:
+        def deliver(result: Turn | Exception) -> None:
+            self.results[asked.request_id] = result
+
+        self.core.submit(Sequence(asked, max_model_len=MAX_LEN, now_s=self.clock.now_s(), deliver=deliver))
+
+    def steps(self, count: int) -> None:
+        for _ in range(count):
+            self.core.step()
+
+    def finish(self) -> None:
+        while self.core.has_work():
+            self.core.step()
+
+    def swap(self, model: Any, *, policy_version: int, kv: KvPolicy) -> None:
+        self.core.pause()
+        self.core.update(tensors_of(model), policy_version=policy_version, digest=f"digest-{policy_version}", kv=kv)
+        self.core.resume()
+
+    def turn(self, request_id: str) -> Turn:
+        result = self.results[request_id]
+        assert isinstance(result, Turn), result
+        return result
+
+
+def request(request_id: str, prompt: Ids[int], *, group_key: str = "", deadline_s: float = 60.0, **sampling: Any):
     return GenerateRequest(
         request_id=request_id,
         prompt_ids=np.array(prompt, dtype=np.int32),
@@ -82,9 +136,9 @@ def request(request_id: str, prompt: Sequence[int], *, group_key: str = "", dead
     )
 
 
-def prompt_of(length: int, *, seed: int = 0, start: Sequence[int] = ()) -> list[int]:
-    rng = np.random.default_rng(seed)
-    return [*start, *rng.integers(1, VOCABULARY, length - len(start)).tolist()]
+def prompt_of(length: int, *, seed: int = 0, start: Iterable[int] = ()) -> list[int]:
+    rng, first = np.random.default_rng(seed), list(start)
+    return [*first, *rng.integers(1, VOCABULARY, length - len(first)).tolist()]
 
 
 def all_ids(turn: Turn) -> np.ndarray:
@@ -178,7 +232,7 @@ class MemoryRepository:
         name = next(iter(self._tensors[policy_version]))
         self._tensors[policy_version][name] = self._tensors[policy_version][name] + 1e-3
 
-    def manifests(self) -> Sequence[WeightManifest]:
+    def manifests(self) -> Ids[WeightManifest]:
         return [self._manifests[version] for version in sorted(self._manifests)]
 
     def manifest(self, policy_version: int) -> WeightManifest:
@@ -203,7 +257,7 @@ class MemoryRepository:
     def release(self, policy_version: int, *, owner: str) -> None:
         self.holds.discard((policy_version, owner))
 
-    def retire(self) -> Sequence[int]:
+    def retire(self) -> Ids[int]:
         return ()
 
     def held_versions(self) -> list[int]:

@@ -21,6 +21,8 @@ _Draw = Callable[[torch.Tensor, Sequence[SamplingParams], np.ndarray], tuple[np.
 
 _BLOCK = 256
 """Width of the blocks of the two-level search: one pass of sums instead of a slow cumulative sum."""
+_ROUNDING = 1e-6
+"""A nucleus that misses top-p by no more than this has reached it: probabilities come from float32 logits."""
 _NUCLEUS_GUESS = 512
 """Candidates sorted first for top-p; the whole vocabulary is sorted only where they do not reach it."""
 
@@ -132,7 +134,7 @@ def _cut(weights: np.ndarray, params: SamplingParams, *, normaliser: float) -> N
         normaliser = weights.sum()
     if params.top_p < 1.0:
         before = weights.cumsum() - weights
-        weights[before >= params.top_p * normaliser] = 0.0
+        weights[before >= (params.top_p - _ROUNDING) * normaliser] = 0.0
 
 
 def _invert(cdf: np.ndarray, at: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
