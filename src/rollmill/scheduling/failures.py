@@ -25,12 +25,12 @@ from rollmill.scheduling.state import State
 def on_rollout_failed(state: State, event: RolloutFailed) -> None:
     """Charge the failure to its class and decide whether the member gets another attempt."""
     found = state.attempts.pop(event.rollout_id, None)
-    if event.failure is FailureClass.INFRA:
-        _count_infra_failure(state, event)
     if found is None:
         state.ledger.late_result()
         return
     group, member = found
+    if event.failure is FailureClass.INFRA:
+        _count_infra_failure(state, member, event)
     state.tell(group.group_id, f"rollout {event.rollout_id} failed ({event.failure.value}): {event.reason}")
     if group.state is not GroupState.OPEN:
         # A straggler of a group that has closed without it: not worth another attempt.
@@ -42,7 +42,10 @@ def on_rollout_failed(state: State, event: RolloutFailed) -> None:
         _after_data_failure(state, group, member, event)
 
 
-def _count_infra_failure(state: State, event: RolloutFailed) -> None:
+def _count_infra_failure(state: State, member: Member, event: RolloutFailed) -> None:
+    if member.start_order < state.start_order_at_loss:
+        # It may have run there: the loss of one replica is one failure, not as many as it had slots.
+        return
     state.infra_in_a_row += 1
     limit = state.settings.infra_failures_in_a_row
     if state.infra_in_a_row >= limit:
@@ -139,7 +142,8 @@ def on_replica_joined(state: State, event: ReplicaJoined) -> None:
 
 def on_replica_left(state: State, event: ReplicaLeft) -> None:
     """Count the replica out; its rollouts fail in events of their own."""
-    state.replicas.pop(event.replica_id, None)
+    if state.replicas.pop(event.replica_id, None) is not None:
+        state.start_order_at_loss = state.start_order
     refresh_replicas(state)
 
 

@@ -58,6 +58,7 @@ class Member:
     counts: bool = False
     reason: DropReason | None = None
     started_s: float = 0.0
+    start_order: int = 0
     deadline_s: float = 0.0
     infra_failures: int = 0
     data_failures: int = 0

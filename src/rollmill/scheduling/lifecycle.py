@@ -45,6 +45,7 @@ def start(state: State, group: GroupRecord, member: Member) -> None:
     """Dispatch the present attempt of a member."""
     member.state = MemberState.RUNNING
     member.started_s = state.now_s
+    member.start_order, state.start_order = state.start_order, state.start_order + 1
     member.deadline_s = min(state.now_s + state.settings.rollout_deadline_s, group.deadline_s)
     rollout_id = member.rollout_id
     state.attempts[rollout_id] = (group, member)

@@ -80,6 +80,8 @@ class State:
     slots: int = 0
     deadlines: list[tuple[float, int, str, str]] = field(default_factory=lambda: list[tuple[float, int, str, str]]())
     deadline_order: int = 0
+    start_order: int = 0
+    start_order_at_loss: int = 0
     infra_in_a_row: int = 0
     data_drops_in_a_row: int = 0
     stopping: bool = False

@@ -57,6 +57,33 @@ def test_a_success_resets_the_row_of_failures() -> None:
     assert world.ended is None
 
 
+def test_the_loss_of_one_replica_is_one_failure_not_as_many_as_it_had_rollouts() -> None:
+    world = World(settings(batch_groups=4, max_staleness=0, infra_failures_in_a_row=3))
+    world.begin(replicas=2)
+    world.now_s = 1.0
+    world.leave("r0")
+    for rollout_id in list(world.flights)[:6]:
+        world.fail(rollout_id, INFRA, "replica r0 is gone")
+    assert world.ended is None
+    # Attempts started after the loss count again.
+    world.now_s = 2.0
+    for rollout_id in [rollout_id for rollout_id in world.flights if rollout_id.endswith(".2")][:2]:
+        world.fail(rollout_id, INFRA)
+    for rollout_id in [rollout_id for rollout_id in world.flights if rollout_id.endswith(".3")]:
+        world.fail(rollout_id, INFRA)
+    assert isinstance(world.ended, ins.Fail)
+
+
+def test_the_failure_of_an_attempt_that_was_aborted_is_late_and_costs_nobody() -> None:
+    world = world_of(infra_failures_in_a_row=1, rollout_deadline_s=5.0)
+    world.tick(5.0)
+    assert (
+        world.feed(ev.RolloutFailed(at_s=5.1, rollout_id="g000000/0.1", failure=INFRA, reason="request aborted")) == []
+    )
+    assert world.ended is None
+    assert world.core.view().late_results == 1
+
+
 def test_a_data_failure_is_not_an_infrastructure_failure() -> None:
     world = world_of(infra_failures_in_a_row=1, data_retries=1)
     world.fail("g000000/0.1", DATA)
