@@ -10,7 +10,7 @@ from rollmill.weights.checkpoint import (
     write_checkpoint,
 )
 from rollmill.weights.inspection import ModelFacts, inspect
-from rollmill.weights.prepare import PreparedModel, prepare
+from rollmill.weights.prepare import PreparedModel, find_prepared, prepare
 from rollmill.weights.protocol import ModelRepository
 from rollmill.weights.repository import Adoption, LocalModelRepository
 from rollmill.weights.transport import resolve_transport, sweep_shared_memory
@@ -24,6 +24,7 @@ __all__ = [
     "ModelRepository",
     "PreparedModel",
     "catalog",
+    "find_prepared",
     "inspect",
     "latest_checkpoint",
     "list_checkpoints",

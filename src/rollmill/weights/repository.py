@@ -215,10 +215,11 @@ class LocalModelRepository:
         """
         manifest = self._manifests.read(policy_version)
         path = self._tensor_path(manifest)
-        if not path.exists():
-            raise self._gone(policy_version)
-        verify_file(path, manifest.tensors, what=f"version {policy_version}")
-        return load_tensors(path)
+        try:
+            verify_file(path, manifest.tensors, what=f"version {policy_version}")
+            return load_tensors(path)
+        except FileNotFoundError as error:  # retired before, or while, it was read
+            raise self._gone(policy_version) from error
 
     def _gone(self, policy_version: int) -> WeightError:
         return WeightError(

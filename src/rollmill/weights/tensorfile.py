@@ -58,7 +58,8 @@ def read_header(path: Path) -> tuple[dict[str, Any], int]:
     """Return the header (name -> dtype, shape, data_offsets) and the offset of the data.
 
     Raises:
-        WeightError: if the file is missing, cut short, or not safetensors.
+        FileNotFoundError: if there is no such file; the caller knows why it should be there.
+        WeightError: if it is cut short, or not safetensors.
     """
     try:
         with path.open("rb") as handle:
@@ -68,8 +69,6 @@ def read_header(path: Path) -> tuple[dict[str, Any], int]:
             header = json.loads(handle.read(length))
         header.pop("__metadata__", None)
         end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
-    except FileNotFoundError as error:
-        raise WeightError(f"{path} does not exist.") from error
     except (struct.error, ValueError, KeyError, TypeError, AttributeError) as error:
         raise WeightError(f"{path} is not a safetensors file, or its header is damaged: {error}.") from error
     size = path.stat().st_size
@@ -82,7 +81,8 @@ def digest_file(path: Path) -> dict[str, TensorEntry]:
     """Return the entry of every tensor in a file, digested from its bytes. Needs no torch.
 
     Raises:
-        WeightError: if the file is missing or damaged.
+        FileNotFoundError: if there is no such file.
+        WeightError: if it is damaged.
     """
     header, start = read_header(path)
     entries: dict[str, TensorEntry] = {}
@@ -112,7 +112,8 @@ def verify_file(path: Path, expected: Mapping[str, TensorEntry], *, what: str) -
 
     Raises:
         WeightMismatch: naming the first tensor that differs, with both digests.
-        WeightError: if the file is missing or not safetensors.
+        FileNotFoundError: if there is no such file.
+        WeightError: if it is not safetensors.
     """
     found = digest_file(path)
     if found.keys() != expected.keys():

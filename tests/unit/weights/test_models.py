@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from rollmill.errors import MissingExtraError, ModelError
-from rollmill.weights import catalog, inspect, prepare
+from rollmill.weights import catalog, find_prepared, inspect, prepare
 from rollmill.weights.catalog import CatalogEntry, cache_directory, packaged_gguf
 from rollmill.weights.tensorfile import digest_file, whole_digest
 
@@ -60,6 +60,15 @@ def test_preparing_twice_gives_the_same_weights_everywhere(tiny, tmp_path):
     assert first.path == tmp_path / "a" / "tiny-llama-1"
     assert first.digest == whole_digest(digest_file(tiny / "model.safetensors"))
     assert [path.name for path in (tmp_path / "a").iterdir()] == ["tiny-llama-1"]
+
+
+def test_looking_for_a_prepared_model_prepares_nothing(copy, tmp_path):
+    cache = tmp_path / "cache"
+    assert find_prepared("tiny-llama", cache_dir=cache) is None
+    assert not cache.exists()
+    assert find_prepared("tiny-llama", cache_dir=prepare("tiny-llama", cache_dir=cache).path.parent) is not None
+    assert find_prepared(copy) == copy
+    assert find_prepared("no/such-model") is None
 
 
 def test_a_damaged_cache_is_made_again(tmp_path):
