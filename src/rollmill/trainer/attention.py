@@ -24,7 +24,7 @@ ATTENTION_NAME = "rollmill_packed"
 
 PADDING_LIMIT = 1.5
 """Segments share a block while its padded scores are at most this multiple of the needed ones."""
-SMALL_BLOCK = 1 << 16
+SMALL_BLOCK = 1 << 13
 """Below this many scores a block costs less than a second call would."""
 LARGE_BLOCK = 1 << 24
 """No segment joins a block of more scores than this, to bound the memory of its mask."""
@@ -155,16 +155,16 @@ def packed_attention(
         )
     heads, positions, head_dim = query.shape[1], query.shape[2], query.shape[3]
     flat_query, flat_key, flat_value = (_flat(tensor) for tensor in (query, key, value))
-    repeat = heads // key.shape[1]
     outputs = []
     for block in packed_layout.blocks:
         attended = functional.scaled_dot_product_attention(
             _rows(flat_query, block.queries, head_dim),
-            _rows(flat_key, block.keys, head_dim).repeat_interleave(repeat, dim=1),
-            _rows(flat_value, block.keys, head_dim).repeat_interleave(repeat, dim=1),
+            _rows(flat_key, block.keys, head_dim),
+            _rows(flat_value, block.keys, head_dim),
             attn_mask=block.mask.to(query.dtype),
             dropout_p=dropout,
             scale=scaling,
+            enable_gqa=True,
         )
         outputs.append(attended.transpose(1, 2).reshape(-1, heads * head_dim))
     joined = outputs[0] if len(outputs) == 1 else torch.cat(outputs)

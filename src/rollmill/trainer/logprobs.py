@@ -9,15 +9,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from rollmill.errors import ModelError
 from rollmill.trainer.attention import ATTENTION_NAME, PackedLayout, plan_layout
+from rollmill.trainer.head import head_logprobs
 from rollmill.trainer.packing import MicroBatch, Segment
-
-LOGITS_PER_CHUNK = 1 << 25
-"""Logits held at once (128 MiB in float32): more are computed in chunks and recomputed in the backward pass."""
 
 
 def prepare_model(model: PreTrainedModel) -> PreTrainedModel:
@@ -33,6 +30,11 @@ def prepare_model(model: PreTrainedModel) -> PreTrainedModel:
                 f"{type(model).__name__} post-processes its logits ({name} = {getattr(text, name)}), which the trainer "
                 "does not compute. Use a model with a plain linear head."
             )
+    if not isinstance(model.get_output_embeddings(), torch.nn.Linear):
+        raise ModelError(
+            f"{type(model).__name__} has no linear head over its vocabulary, so it is not a causal language model that "
+            "the trainer can score. Use a model of the AutoModelForCausalLM family."
+        )
     model.set_attn_implementation(ATTENTION_NAME)
     return model.eval()
 
@@ -93,22 +95,4 @@ def token_logprobs(
         temperature: float32 [tokens].
     """
     head: Any = model.get_output_embeddings()
-    vocabulary = int(head.weight.shape[0])
-    chunk = max(1, LOGITS_PER_CHUNK // vocabulary)
-    if len(targets) <= chunk:
-        return _chunk_logprobs(head, hidden, targets, temperature)
-    parts = [
-        checkpoint(_chunk_logprobs, head, *part, use_reentrant=False)
-        for part in zip(hidden.split(chunk), targets.split(chunk), temperature.split(chunk), strict=True)
-    ]
-    return torch.cat(parts)
-
-
-def _chunk_logprobs(
-    head: torch.nn.Module, hidden: torch.Tensor, targets: torch.Tensor, temperature: torch.Tensor
-) -> torch.Tensor:
-    logits = head(hidden).float()
-    if not bool((temperature == 1.0).all()):
-        logits = logits / temperature.unsqueeze(1)
-    chosen = logits.gather(1, targets.unsqueeze(1)).squeeze(1)
-    return chosen - torch.logsumexp(logits, dim=1)
+    return head_logprobs(hidden, head.weight, head.bias, targets=targets, temperature=temperature)

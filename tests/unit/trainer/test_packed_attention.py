@@ -9,7 +9,7 @@ from trainer_builders import VOCABULARY, closed, padded_logprobs, random_groups,
 from transformers import PreTrainedModel
 
 from rollmill.errors import ModelError
-from rollmill.trainer import attention, logprobs
+from rollmill.trainer import attention, head
 from rollmill.trainer.attention import plan_layout
 from rollmill.trainer.logprobs import PackedInput, packed_logprobs, prepare_model, score_tokens, token_logprobs
 from rollmill.trainer.packing import Segment, plan_step
@@ -114,9 +114,9 @@ def test_scoring_a_prompt_equals_the_plain_forward() -> None:
 def test_logits_are_divided_by_the_temperature_before_the_softmax() -> None:
     # logits [2, 0] at temperature 0.5 are [4, 0]: log-probs -ln(1 + e^-4) = -0.0181 and -4.0181
     model = tiny_model()
-    head = torch.nn.Linear(2, 2, bias=False)
-    head.weight.data = torch.eye(2)
-    model.set_output_embeddings(head)
+    linear = torch.nn.Linear(2, 2, bias=False)
+    linear.weight.data = torch.eye(2)
+    model.set_output_embeddings(linear)
     values = token_logprobs(
         model, torch.tensor([[2.0, 0.0]] * 2), targets=torch.tensor([0, 1]), temperature=torch.tensor([0.5, 0.5])
     )
@@ -128,7 +128,7 @@ def test_the_head_in_chunks_gives_the_same_logprobs_and_gradient(monkeypatch: py
     groups = random_groups()
     results = []
     for chunk in (1 << 20, 3 * VOCABULARY):  # all at once, three tokens at a time
-        monkeypatch.setattr(logprobs, "LOGITS_PER_CHUNK", chunk)
+        monkeypatch.setattr(head, "LOGITS_KEPT", chunk)
         values = packed(model, groups)
         loss(values, groups).backward()
         results.append((torch.cat(list(values.values())).detach(), gradient(model)))
