@@ -65,6 +65,7 @@ TICK_S = 1.0
 
 RunRollout = Callable[[StartRollout], Awaitable[Rollout]]
 LoadReplica = Callable[[str, int], Awaitable[None]]
+RunBlocking = Callable[[Callable[[Transition], int], Transition], Awaitable[int]]
 
 
 class Reporter(Protocol):
@@ -135,7 +136,7 @@ class Controller:
         reporter: Reporter,
         stored_groups: set[str],
         last_step_row: int = 0,
-        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+        run_blocking: RunBlocking = asyncio.to_thread,
     ) -> None:
         self.config = config
         self.scheduler = scheduler
@@ -151,7 +152,7 @@ class Controller:
         self._reporter = reporter
         self._stored = stored_groups
         self._last_step_row = last_step_row
-        self._sleep = sleep
+        self._run_blocking = run_blocking
         self._optimizer_steps: dict[int, int] = {}
         self._open_groups: dict[str, dict[str, Rollout]] = {}
         self._task_indices: dict[str, int] = {}
@@ -234,7 +235,7 @@ class Controller:
             journal=tuple(journal), puts=tuple(puts), assignments=tuple(assignments), drops=tuple(drops)
         )
         if journal:
-            await asyncio.to_thread(self._store.apply, transition)
+            await self._run_blocking(self._store.apply, transition)
         if assignments:
             self._ring_trainer()
         for group in puts:
@@ -367,7 +368,7 @@ class Controller:
 
     async def _tick(self) -> None:
         while True:
-            await self._sleep(TICK_S)
+            await asyncio.sleep(TICK_S)
             self.look()
             now_s = self._clock.now_s()
             self.inbox.put(Tick(at_s=now_s))

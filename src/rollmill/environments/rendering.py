@@ -127,7 +127,8 @@ def check_lengths(
     """
     training = (environment.task_at(index) for index in range(environment.training_size()))
     longest, room = 0, max_model_len - max_new_tokens
-    for task in itertools.chain(environment.heldout(), training):
+    distinct = {task.task_id: task for task in itertools.chain(environment.heldout(), training)}
+    for task in distinct.values():
         length = len(renderer.render(environment.reset(task).messages))
         if length > room:
             shorter = (
