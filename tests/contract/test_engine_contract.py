@@ -373,9 +373,12 @@ async def test_a_killed_engine_fails_all_requests_keeps_the_first_cause_and_is_n
 
 async def test_past_its_deadline_a_request_ends_with_what_it_has_also_while_paused(subject):
     await subject.engine.pause("keep")
+    patient = asyncio.ensure_future(subject.engine.generate(request("b", prompt_of(5), deadline_s=math.inf)))
     turn = await subject.engine.generate(request("a", prompt_of(5), deadline_s=0.02))
     assert (turn.stop_reason, len(turn.output_ids)) == (StopReason.ABORT, 0)
     assert turn.version_spans == ()
+    await subject.engine.resume()
+    assert len((await patient).output_ids) == 8
 
 
 async def test_cancelling_a_caller_frees_its_slot(subject):

@@ -17,6 +17,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from generator_builders import (
     MAX_LEN,
+    VOCABULARY,
     MemoryRepository,
     canary_for,
     embedded,
@@ -25,15 +26,18 @@ from generator_builders import (
     reference_logits,
     reference_logprobs,
     request,
+    save_config,
+    tensors_of,
 )
 from rollmill.clock import SystemClock
 from rollmill.errors import DataError, DeadlineExceeded, EngineDead, EngineError, WeightError, WeightMismatch
 from rollmill.generator.client import GeneratorClient
 from rollmill.generator.engines.fake import FakeEngine, FakeFaults, FakeLatency
-from rollmill.generator.main import serve
+from rollmill.generator.main import build_engine, serve
 from rollmill.generator.state import ReplicaState
 from rollmill.generator.wire import ReplicaStatus
 from rollmill.types import Canary, SamplingParams, StopReason
+from rollmill.weights.repository import LocalModelRepository
 
 pytestmark = pytest.mark.integration
 
@@ -118,6 +122,66 @@ async def test_loading_weights_swaps_proves_and_holds_the_new_version(tmp_path):
     expected = reference_logits(new, np.arange(1, 9)).log_softmax(-1)[:-1]
     np.testing.assert_allclose(scored, expected[range(7), range(2, 9)].numpy(), atol=1e-4)
     assert repository.held_versions() == []
+
+
+@pytest.mark.parametrize("transport", ["shm", "file"])
+async def test_an_engine_built_from_a_publication_follows_the_repository_of_a_run(tmp_path, transport):
+    old, new = random_model(seed=1), random_model(seed=2)
+    repository = LocalModelRepository(tmp_path / "weights", transport=transport, keep_versions=1)
+    try:
+        for model, parent in ((old, None), (new, 1)):
+            repository.publish(
+                tensors_of(model),
+                optimizer_step=1 if parent else 0,
+                parent=parent,
+                history_id="h",
+                training_dtype="float32",
+                canary=canary_for(model),
+                at_s=0.0,
+            )
+        engine = build_engine(
+            save_config(tmp_path / "model", old.config),
+            dtype="float32",
+            max_slots=4,
+            max_model_len=MAX_LEN,
+            tensors=repository.load(1),
+            policy_version=1,
+            digest=repository.manifest(1).digest,
+            clock=SystemClock(),
+        )
+        async with service(engine, repository, tmp_path, kv_policy="recompute") as client:
+            assert repository.retire() == []  # version 1 is served, hence held
+            report = await client.load_weights(2, deadline_s=20)
+            assert repository.retire() == [1]
+            status = await client.status()
+            turn = await client.generate(request("a", prompt_of(6), seed=4))
+            with pytest.raises(WeightError, match="retired"):
+                await client.load_weights(1, deadline_s=20)
+        assert repository.holders() == {}
+    finally:
+        repository.clean()
+    assert report.nbytes == sum(parameter.nbytes for parameter in new.parameters())
+    assert status.digest == report.digest == repository.manifest(2).digest
+    np.testing.assert_allclose(turn.behavior_logprobs, reference_logprobs(new, turn, SamplingParams()), atol=1e-4)
+
+
+async def test_the_fake_engine_is_built_with_the_models_vocabulary_and_claims_no_canary(tmp_path):
+    repository, old, _ = two_versions()
+    engine = build_engine(
+        save_config(tmp_path, old.config),
+        kind="fake",
+        max_slots=4,
+        max_model_len=MAX_LEN,
+        tensors={},
+        policy_version=1,
+        digest=repository.manifest(1).digest,
+        clock=SystemClock(),
+    )
+    async with service(engine, repository, tmp_path) as client:
+        report = await client.load_weights(2, deadline_s=20)
+        with pytest.raises(DataError, match=f"vocabulary of {VOCABULARY}"):
+            await client.generate(request("a", [VOCABULARY]))
+    assert (report.changed, report.canary_difference) == (True, None)
 
 
 async def test_a_request_in_flight_crosses_a_load_with_one_span_for_each_version(tmp_path):

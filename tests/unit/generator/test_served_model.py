@@ -53,6 +53,17 @@ def test_standard_architectures_are_served_exactly_before_and_after_a_swap(tmp_p
             np.testing.assert_allclose(turn.behavior_logprobs, expected, atol=1e-4)
 
 
+@pytest.mark.parametrize("family", SERVED)
+def test_standard_architectures_run_in_bfloat16(tmp_path, family):
+    config = SERVED[family](**SHAPE, tie_word_embeddings=True)
+    engine = SteppedEngine(tmp_path, random_model(config, seed=1), dtype="bfloat16")
+    engine.submit(request("a", prompt_of(9)))
+    engine.finish()
+    turn = engine.turn("a")
+    expected = reference_logprobs(random_model(config, seed=1, dtype=torch.bfloat16), turn, SamplingParams())
+    np.testing.assert_allclose(turn.behavior_logprobs, expected, atol=0.2)
+
+
 def test_a_tied_head_follows_its_embedding_through_an_update(tmp_path):
     """The trap of engines that keep a packed copy of the head: new body, old head, no error."""
     old, new = random_model(seed=1), random_model(seed=2)

@@ -1,1 +1,1 @@
-"""."""
+"""Inference engines behind one protocol (`protocol.Engine`): `embedded` (torch), `fake` (no model)."""

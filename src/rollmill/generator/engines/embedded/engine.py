@@ -301,7 +301,8 @@ class EmbeddedEngine:
         with self._wake:
             if not (self._commands or self._closing or self._core.has_work()):
                 self._meter.switch("paused" if self._core.paused else "idle")
-                self._wake.wait(self._core.seconds_to_deadline())
+                due_s = self._core.seconds_to_deadline()
+                self._wake.wait(None if due_s is None else min(due_s, threading.TIMEOUT_MAX))
             if self._closing and not self._commands:
                 return None
             commands, self._commands = self._commands, deque()
