@@ -173,10 +173,10 @@ class AnythingHappens(RuleBasedStateMachine):
         self.world.leave(next(iter(self.world.replicas)))
 
     @precondition(lambda self: self.running and len(self.world.replicas) < 3)
-    @rule(name=st.integers(0, 99))
-    def a_replica_joins_with_the_newest_weights(self, name: int) -> None:
+    @rule(name=st.integers(0, 99), behind=st.sampled_from([0, 0, 1, 3]))
+    def a_replica_joins_perhaps_with_old_weights(self, name: int, behind: int) -> None:
         if f"r{name}" not in self.world.replicas:
-            self.world.join(f"r{name}")
+            self.world.join(f"r{name}", version=max(0, self.world.version - behind))
 
     @rule(back=st.integers(0, 2))
     def everything_crashes_and_goes_on(self, back: int) -> None:

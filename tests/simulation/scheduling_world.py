@@ -100,9 +100,10 @@ class World:
         for i in range(replicas):
             self.join(f"r{i}", slots=slots)
 
-    def join(self, replica_id: str, *, slots: int = 64) -> None:
-        self.replicas[replica_id] = self.version
-        self.feed(ev.ReplicaJoined(at_s=self.now_s, replica_id=replica_id, slots=slots, policy_version=self.version))
+    def join(self, replica_id: str, *, slots: int = 64, version: int | None = None) -> None:
+        """Let a replica join, with the newest weights unless said otherwise."""
+        served = self.replicas[replica_id] = self.version if version is None else version
+        self.feed(ev.ReplicaJoined(at_s=self.now_s, replica_id=replica_id, slots=slots, policy_version=served))
 
     def _obey(self, instruction: ins.AnyInstruction) -> None:
         match instruction:
