@@ -18,6 +18,7 @@ def k3(logprobs: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
         John Schulman, "Approximating KL divergence" (2020); as used in GRPO, arXiv 2402.03300, eq. 4.
     """
     check_flat(logprobs=logprobs, other=other)
-    difference = other - logprobs
+    # beyond this the estimate says no more than "far", and its exponential would overflow the gradient
+    difference = (other - logprobs).clamp(max=20.0)
     # expm1 keeps the digits where the policies are close: exp(d) - 1 - d would cancel to noise
     return torch.expm1(difference) - difference

@@ -20,6 +20,9 @@ from rollmill.algorithms.shapes import check_flat
 LossKind = Literal["ppo", "gspo", "dapo", "cispo"]
 Normalisation = Literal["token", "sequence", "constant"]
 
+LOG_RATIO_LIMIT = 20.0
+"""Log-ratios are cut here before they are exponentiated: far beyond every clip, but 0 * inf in a gradient is NaN."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenBatch:
@@ -197,7 +200,7 @@ def _surrogate(
     advantages = torch.where(batch.mask, batch.advantages, 0.0)
     if settings.loss == "gspo":
         log_ratio = sequence_log_ratio(log_ratio, mask=batch.mask, sequence_index=batch.sequence_index)
-    ratio = torch.exp(log_ratio)
+    ratio = torch.exp(log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
     if settings.loss == "cispo":
         loss, clipped = cispo_loss(
             torch.where(batch.mask, batch.logprobs, 0.0), ratio, advantages, clip_low=low, clip_high=high

@@ -26,7 +26,7 @@ from rollmill.algorithms.losses import (
 )
 from rollmill.config.precision import resolve_dtype
 from rollmill.config.schema import AlgorithmSettings, RollmillConfig
-from rollmill.errors import CheckpointError, InvariantViolation, NumericalFault
+from rollmill.errors import CheckpointError, ConfigError, InvariantViolation, NumericalFault
 from rollmill.trainer.logprobs import PackedInput, packed_logprobs, prepare_model, score_tokens
 from rollmill.trainer.metrics import Mismatch, StepMetrics
 from rollmill.trainer.packing import MicroBatch, StepPlan, plan_step
@@ -61,12 +61,21 @@ class _Sums:
 
 
 def loss_settings(settings: AlgorithmSettings) -> LossSettings:
-    """Return the loss part of the configuration; DAPO is token-normalised by definition (arXiv 2503.14476, eq. 8)."""
+    """Return the loss part of the configuration.
+
+    Raises:
+        ConfigError: if DAPO is asked for with another normalisation than its own (arXiv 2503.14476, eq. 8).
+    """
+    if settings.loss == "dapo" and settings.normalisation != "token":
+        raise ConfigError(
+            f"algorithm.loss is 'dapo' and algorithm.normalisation is {settings.normalisation!r}: DAPO is normalised "
+            "over tokens by definition. Set algorithm.normalisation = 'token', or algorithm.loss = 'ppo', which clips alike."
+        )
     return LossSettings(
         loss=settings.loss,
         clip_low=settings.clip_low,
         clip_high=settings.clip_high,
-        normalisation="token" if settings.loss == "dapo" else settings.normalisation,
+        normalisation=settings.normalisation,
         correction=settings.correction,
         correction_cap=settings.correction_cap,
         kl_coefficient=settings.kl_coefficient,

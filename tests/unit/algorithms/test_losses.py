@@ -10,6 +10,7 @@ import torch
 from rollmill.algorithms.corrections import correction_weights
 from rollmill.algorithms.kl import k3
 from rollmill.algorithms.losses import (
+    LossKind,
     LossSettings,
     LossStatistics,
     TokenBatch,
@@ -70,6 +71,18 @@ class TestClipping:
         policy_loss(tokens, settings=LossSettings(), denominator=2.0).loss.backward()
         # d(-r A / 2)/d log r = -r A / 2 = -0.55 where it is not clipped
         torch.testing.assert_close(tokens.logprobs.grad, torch.tensor([0.0, -0.55]))
+
+    @pytest.mark.parametrize("kind", ["ppo", "gspo", "cispo"])
+    @pytest.mark.parametrize("advantage", [1.0, -1.0])
+    @pytest.mark.parametrize("log_ratio", [500.0, -500.0])
+    def test_a_ratio_that_would_overflow_keeps_loss_and_gradient_finite(
+        self, kind: LossKind, advantage: float, log_ratio: float
+    ) -> None:
+        tokens = batch(torch.tensor([log_ratio]), [advantage])
+        output = policy_loss(tokens, settings=LossSettings(loss=kind), denominator=1.0)
+        (gradient,) = torch.autograd.grad(output.loss, tokens.logprobs)
+        assert torch.isfinite(output.loss.detach())
+        assert torch.isfinite(gradient).all()
 
     def test_cispo_clips_the_weight_and_keeps_every_gradient(self) -> None:
         # weights clip(1.5) = 1.2 and clip(0.5) = 0.8, detached; loss -w A log p
@@ -166,6 +179,13 @@ class TestKl:
     def test_k3_keeps_its_digits_where_policies_are_close(self) -> None:
         # d = 1e-4: d^2 / 2 = 5e-9; exp(d) - 1 - d in float32 would be 0 or 6e-8
         assert float(k3(torch.zeros(1), torch.tensor([1e-4]))) == pytest.approx(5e-9, rel=0.02)
+
+    def test_a_policy_that_ran_far_away_keeps_the_kl_finite(self) -> None:
+        logprobs = torch.tensor([-500.0], requires_grad=True)
+        value = k3(logprobs, torch.zeros(1))
+        (gradient,) = torch.autograd.grad(value.sum(), logprobs)
+        assert torch.isfinite(value.detach()).all()
+        assert torch.isfinite(gradient).all()
 
     def test_the_kl_term_pulls_even_where_the_advantage_is_zero(self) -> None:
         # d/dlogp of beta * (q/p - log(q/p) - 1) = beta * (1 - q/p) = 0.1 * (1 - 2)

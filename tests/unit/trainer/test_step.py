@@ -10,7 +10,7 @@ import pytest
 import torch
 from trainer_builders import closed, config, padded_logprobs, random_groups, rollout, scored, tiny_model, turn
 
-from rollmill.errors import CheckpointError, InvariantViolation, NumericalFault
+from rollmill.errors import CheckpointError, ConfigError, InvariantViolation, NumericalFault
 from rollmill.trainer.step import Trainer, warmed_up
 from rollmill.types import Group, VersionSpan
 
@@ -292,6 +292,21 @@ def test_the_heartbeat_is_called_before_every_micro_batch() -> None:
     one = trainer(trainer={"micro_batch_tokens": 16})
     metrics = one.train_step(random_groups(), optimizer_step_of=at(0), heartbeat=lambda: beats.append(1))
     assert len(beats) == metrics.micro_batches > 1
+
+
+def test_dapo_with_a_normalisation_that_is_not_its_own_is_refused() -> None:
+    with pytest.raises(ConfigError, match="normalised over tokens"):
+        trainer(algorithm={"loss": "dapo", "clip_high": 0.28, "normalisation": "sequence"})
+
+
+@pytest.mark.parametrize("loss", ["ppo", "gspo", "dapo", "cispo"])
+@pytest.mark.parametrize("correction", ["none", "truncated_is", "masked_is"])
+def test_every_loss_and_correction_trains_on_stale_samples(loss: str, correction: str) -> None:
+    one = trainer(algorithm={"loss": loss, "correction": correction, "clip_high": 0.28})
+    one.optimizer_step = 1
+    metrics = one.train_step(random_groups(), optimizer_step_of=at(0))
+    assert math.isfinite(metrics.loss)
+    assert metrics.grad_norm > 0
 
 
 def test_warm_up_is_linear_and_then_constant() -> None:
