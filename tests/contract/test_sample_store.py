@@ -6,7 +6,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from buffer_builders import a_group, a_step, assign, commit_at, drop, put
+from buffer_builders import a_group, a_rollout, a_step, assign, commit_at, drop, put
 from rollmill.buffer import (
     Assignment,
     MemoryStore,
@@ -119,6 +119,25 @@ def test_a_dropped_group_keeps_its_reason_and_loses_its_samples(store):
     assert store.statistics().sample_bytes == 0
     with pytest.raises(StoreError, match="dropped: zero_advantage"):
         store.group("g1")
+
+
+def test_a_buffered_group_is_replaced_by_a_larger_one_and_no_other_is(store):
+    store.apply(put("g0", "g1"))
+    small = a_group("g0")
+    larger = msgspec.structs.replace(
+        small,
+        rollouts=(*small.rollouts, a_rollout("g0", 2)),
+        advantages=np.array([-1.0, 0.0, 1.0], np.float32),
+        in_loss=np.array([True, True, True]),
+    )
+    store.apply(Transition(replaces=(larger,)))
+    assert [rollout.sibling for rollout in store.group("g0").rollouts] == [0, 1, 2]
+    assert store.statistics().buffered_groups == 2
+    store.apply(Transition(assignments=(Assignment(batch_id=0, optimizer_step=0, group_ids=("g0",)),)))
+    with pytest.raises(StoreError, match="g0"):
+        store.apply(Transition(replaces=(larger,)))
+    with pytest.raises(StoreError, match="g9"):
+        store.apply(Transition(replaces=(a_group("g9"),)))
 
 
 def test_an_unknown_group_is_an_error(store):

@@ -91,6 +91,15 @@ def test_a_hanging_request_is_dispatched_again_at_its_deadline() -> None:
     assert balanced(world)
 
 
+def test_a_late_sibling_joins_its_group_while_it_waits() -> None:
+    faults = FakeFaults()
+    config = config_of(steps=8, group_size=2, member_oversampling=2, reopen_groups=True, batch_groups=3)
+    world = World(config, faults=(faults,), environment=ScriptedEnvironment(size=64, script=[0.0, 1.0, 0.0, 1.0]))
+    assert run_virtual(world.run(), clock=world.clock) == "steps_done"
+    assert max(len(group.rollouts) for group in world.reports.groups) > 2
+    assert balanced(world)
+
+
 def test_silence_ends_the_run_with_who_waits_for_whom() -> None:
     world = World(config_of(steps=3), quiet_trainer=True)
     with pytest.raises(ExceptionGroup) as caught:

@@ -53,7 +53,7 @@ class MemoryStore:
         """Apply a transition as a whole; return the journal's length after it."""
         with self._lock:
             rules.check_transition(transition, groups=self._mentioned(transition), batches=self._batches.values())
-            blobs = {group.group_id: encode(group) for group in transition.puts}
+            blobs = {group.group_id: encode(group) for group in (*transition.puts, *transition.replaces)}
             self._journal.extend(transition.journal)
             for group_id, blob in blobs.items():
                 self._blobs[group_id] = blob

@@ -28,12 +28,14 @@ class Transition(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         journal: entries to append, in order.
         puts: groups to store.
+        replaces: buffered groups to store again, larger: a late sibling joined (schedule.reopen_groups).
         assignments: batches to assign.
         drops: (group_id, reason) whose samples are no longer needed; the reason is kept, the arrays may go.
     """
 
     journal: tuple[bytes, ...] = ()
     puts: tuple[Group, ...] = ()
+    replaces: tuple[Group, ...] = ()
     assignments: tuple[Assignment, ...] = ()
     drops: tuple[tuple[str, str], ...] = ()
 

@@ -78,14 +78,14 @@ class ReconciliationPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 def mentioned_groups(transition: Transition) -> set[str]:
     """Return the ids whose rows `check_transition` needs."""
-    ids = {group.group_id for group in transition.puts}
+    ids = {group.group_id for group in (*transition.puts, *transition.replaces)}
     ids.update(group_id for assignment in transition.assignments for group_id in assignment.group_ids)
     ids.update(group_id for group_id, _ in transition.drops)
     return ids
 
 
 def check_transition(transition: Transition, *, groups: Mapping[str, GroupRow], batches: Iterable[BatchRow]) -> None:
-    """Check that a transition may be applied as a whole: puts first, then assignments, then drops.
+    """Check that a transition may be applied as a whole: puts and replaces first, then assignments, drops.
 
     Args:
         groups: rows of the mentioned groups that exist.
@@ -102,6 +102,8 @@ def check_transition(transition: Transition, *, groups: Mapping[str, GroupRow], 
                 "An id is stored once; the sender repeated a transition or reused an id. Nothing was changed."
             )
         states[group.group_id] = GroupState.BUFFERED.value
+    for group in transition.replaces:
+        _check_buffered(group.group_id, states, doing="replaced by a larger one")
     taken = {batch.batch_id: batch.optimizer_step for batch in batches}
     for assignment in transition.assignments:
         _check_assignment(assignment.batch_id, assignment.optimizer_step, assignment.group_ids, taken=taken)

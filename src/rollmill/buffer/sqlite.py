@@ -69,6 +69,7 @@ class SqliteStore:
     def apply(self, transition: Transition) -> int:
         """Commit a transition durably; return the journal's length after it."""
         blobs = [(group.group_id, encode(group)) for group in transition.puts]
+        larger = [(group.group_id, encode(group)) for group in transition.replaces]
         with self._transaction() as db:
             groups = {row.group_id: row for row in _group_rows(db, rules.mentioned_groups(transition))}
             rules.check_transition(transition, groups=groups, batches=_mentioned_batches(db, transition))
@@ -81,6 +82,10 @@ class SqliteStore:
             db.executemany(
                 "INSERT INTO samples(group_id, sha256, blob) VALUES (?, ?, ?)",
                 [(group_id, *_sealed(blob)) for group_id, blob in blobs],
+            )
+            db.executemany(
+                "UPDATE samples SET sha256 = ?, blob = ? WHERE group_id = ?",
+                [(*_sealed(blob), group_id) for group_id, blob in larger],
             )
             _assign(db, transition)
             db.executemany(

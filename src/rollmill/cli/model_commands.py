@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import click
 import msgspec
 
@@ -18,12 +20,22 @@ def model_group() -> None:
 def list_command(as_json: bool) -> None:
     """Show the models that have a name, and whether they are ready."""
     from rollmill.weights.catalog import catalog
+    from rollmill.weights.prepare import find_prepared
 
-    rows = [msgspec.to_builtins(entry) for entry in catalog()]
+    rows = [
+        {**msgspec.to_builtins(entry), "installed": entry.installed, "prepared": find_prepared(entry.name) is not None}
+        for entry in catalog()
+    ]
     width = max(len(row["name"]) for row in rows)
-    lines = [f"{row['name']:<{width}}  {row['description']}" for row in rows]
+    lines = [f"{row['name']:<{width}}  {_readiness(row):<13}  {row['description']}" for row in rows]
     lines.append("Any local Hugging Face directory works too; on a machine with a hub, a hub name.")
     show(rows, text="\n".join(lines), as_json=as_json)
+
+
+def _readiness(row: dict[str, Any]) -> str:
+    if row["prepared"]:
+        return "ready"
+    return "to prepare" if row["installed"] else "not installed"
 
 
 @model_group.command("prepare")

@@ -206,6 +206,7 @@ class Controller:
         work = deque(events)
         journal: list[bytes] = []
         puts: list[Group] = []
+        replaces: list[Group] = []
         assignments: list[Assignment] = []
         drops: list[tuple[str, str]] = []
         effects: list[AnyInstruction] = []
@@ -219,7 +220,8 @@ class Controller:
                 match instruction:
                     case CloseGroup():
                         group = self._close(instruction)
-                        puts.append(group)
+                        (replaces if group.group_id in self._stored else puts).append(group)
+                        self._stored.add(group.group_id)
                         work.append(self._closed_event(group))
                     case AssignBatch():
                         assignments.append(_assignment(instruction))
@@ -232,13 +234,17 @@ class Controller:
                     case _:
                         effects.append(instruction)
         transition = Transition(
-            journal=tuple(journal), puts=tuple(puts), assignments=tuple(assignments), drops=tuple(drops)
+            journal=tuple(journal),
+            puts=tuple(puts),
+            replaces=tuple(replaces),
+            assignments=tuple(assignments),
+            drops=tuple(drops),
         )
         if journal:
             await self._run_blocking(self._store.apply, transition)
         if assignments:
             self._ring_trainer()
-        for group in puts:
+        for group in (*puts, *replaces):
             self._reporter.group_closed(group)
         return effects
 
@@ -253,7 +259,6 @@ class Controller:
             optimizer_step_of=self._optimizer_steps.__getitem__,
             shuffle_seed=derive_seed(self.config.run.seed, "shuffle", instruction.group_id) if shuffle else None,
         )
-        self._stored.add(instruction.group_id)
         return group
 
     def _closed_event(self, group: Group) -> GroupClosed:

@@ -37,6 +37,8 @@ from rollmill.runtime.layout import CONTROLLER, SUPERVISOR, TRAINER, ProcessLayo
 from rollmill.runtime.process import PARENT_VARIABLE, SPAWNED_VARIABLE
 from rollmill.runtime.threads import process_environment
 from rollmill.telemetry.memory import memory_of, tree_of
+from rollmill.weights.repository import LocalModelRepository
+from rollmill.weights.transport import sweep_shared_memory
 
 PREFLIGHT_DEADLINE_S = 900.0
 KILL_AFTER_S = 3.0
@@ -141,6 +143,7 @@ class Supervisor:
 
     def run(self) -> RunEnd:
         """Run until no child is left."""
+        sweep_shared_memory()
         self._layout.preflight.unlink(missing_ok=True)
         with Doorbell.bind(self._layout.run_directory, SUPERVISOR) as doorbell, _Signals(self._on_signal) as signals:
             self._doorbell = doorbell
@@ -154,8 +157,16 @@ class Supervisor:
                     self._periodic()
             finally:
                 self._signal_all(signal.SIGKILL)
+                self._clean_shared_memory()
                 self._measure(ended=self._phase.value)
         return RunEnd(phase=self._phase, failure=self._failure, interrupted=self._signals > 0)
+
+    def _clean_shared_memory(self) -> None:
+        """Remove published tensors: nobody is left to read them, and a resume publishes its checkpoint anew."""
+        weights = self._config.weights
+        LocalModelRepository(
+            self._layout.weights, transport=weights.transport, keep_versions=weights.keep_versions
+        ).clean()
 
     # what wakes us
 
