@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import enum
 import hashlib
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import msgspec
 import numpy as np
@@ -347,9 +347,10 @@ def derive_seed(*parts: str | int) -> int:
 
 def _encode_array(value: Any) -> Any:
     if isinstance(value, np.ndarray):
-        return [value.dtype.str, list(value.shape), np.ascontiguousarray(value).tobytes()]
+        array = cast("np.ndarray[Any, np.dtype[Any]]", value)
+        return [array.dtype.str, list(array.shape), np.ascontiguousarray(array).tobytes()]
     if isinstance(value, np.generic):
-        return value.item()
+        return cast("Any", value).item()
     raise NotImplementedError(f"a {type(value).__name__} cannot cross a process border")
 
 

@@ -27,7 +27,7 @@ def test_57_tokens_at_version_7_and_71_at_version_8_are_two_spans(tmp_path, kv):
     engine = SteppedEngine(tmp_path, MODELS[0])
     engine.swap(MODELS[1], policy_version=7, kv=kv)
     engine.submit(request("a", [1, 2, 3], max_new_tokens=128))
-    engine.steps(56)  # the first step gives two tokens, every other one
+    engine.steps(57)
     engine.swap(MODELS[2], policy_version=8, kv=kv)
     engine.finish()
     assert engine.turn("a").version_spans == (VersionSpan(0, 57, 7), VersionSpan(57, 128, 8))

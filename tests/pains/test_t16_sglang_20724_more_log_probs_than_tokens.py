@@ -40,7 +40,7 @@ def test_version_spans_that_do_not_cover_the_tokens_are_refused():
 def test_a_retry_after_4_tokens_is_a_new_record_with_only_its_own_tokens(tmp_path):
     engine = SteppedEngine(tmp_path, random_model(seed=1))
     engine.submit(request("try-0", prompt_of(6), max_new_tokens=12, seed=1))
-    engine.steps(3)
+    engine.steps(4)
     engine.core.abort("try-0")
     first = engine.turn("try-0")
     kept = first.output_ids.copy()

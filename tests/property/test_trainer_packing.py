@@ -54,8 +54,8 @@ def packed(batch: MicroBatch) -> list[Token]:
     found: list[Token] = []
     for source, target, index in zip(batch.source, batch.targets, batch.sequence_index, strict=True):
         segment = next(s for s in batch.segments if s.start <= source < s.start + s.length)
-        prefix = batch.input_ids[segment.prefix_start : segment.prefix_start + segment.prefix_length]
-        seen = [*prefix.tolist(), *batch.input_ids[segment.start : source + 1].tolist()]
+        prefix = [token for at, n in segment.prefix for token in batch.input_ids[at : at + n].tolist()]
+        seen = [*prefix, *batch.input_ids[segment.start : source + 1].tolist()]
         assert batch.position_ids[source] == len(seen) - 1
         found.append((batch.rollout_ids[index], int(target), tuple(seen)))
     return found

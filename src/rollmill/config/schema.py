@@ -81,8 +81,8 @@ class EnvironmentSettings(Section):
     )
     """Problems generated before deduplication and the split."""
     draws: Literal["generated", "distinct"] = knob("generated")
-    """How often a training problem comes in an epoch: as often as the generator drew it, so that weights and the family's
-    own frequencies hold; or once. Held-out problems are distinct either way, and never in training."""
+    """How often a training problem comes in an epoch: as often as the generator drew it, so that weights and the
+    family's own frequencies hold; or once. Held-out problems are distinct either way, and never in training."""
     heldout_size: int = knob(
         256, unit="problems", raising="narrower interval, longer evaluation", lowering="wider interval", ge=1
     )

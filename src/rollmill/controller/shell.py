@@ -65,7 +65,6 @@ TICK_S = 1.0
 
 RunRollout = Callable[[StartRollout], Awaitable[Rollout]]
 LoadReplica = Callable[[str, int], Awaitable[None]]
-RunBlocking = Callable[[Callable[[Transition], int], Transition], Awaitable[int]]
 
 
 class Reporter(Protocol):
@@ -85,6 +84,14 @@ class Reporter(Protocol):
 
     def refresh(self, scheduler: Scheduler) -> None:
         """Show the present state."""
+        ...
+
+
+class RunBlocking(Protocol):
+    """Runs a blocking call off the event loop, as `asyncio.to_thread` does; a test runs it in place."""
+
+    def __call__(self, func: Callable[[Transition], int], /, *args: Transition) -> Awaitable[int]:
+        """Return the result of `func(*args)`."""
         ...
 
 
@@ -136,7 +143,7 @@ class Controller:
         reporter: Reporter,
         stored_groups: set[str],
         last_step_row: int = 0,
-        run_blocking: RunBlocking = asyncio.to_thread,
+        run_blocking: RunBlocking | None = None,
     ) -> None:
         self.config = config
         self.scheduler = scheduler
@@ -152,7 +159,7 @@ class Controller:
         self._reporter = reporter
         self._stored = stored_groups
         self._last_step_row = last_step_row
-        self._run_blocking = run_blocking
+        self._run_blocking = run_blocking or asyncio.to_thread
         self._optimizer_steps: dict[int, int] = {}
         self._open_groups: dict[str, dict[str, Rollout]] = {}
         self._task_indices: dict[str, int] = {}

@@ -3,7 +3,8 @@
 Decides which problems are training and which are held out (by content, see `split`) and which one a draw gets (see
 `order`). Weights decide the composition of the pool. Within an epoch a problem comes as often as it was drawn, so that
 weights hold; with `draws = "distinct"` it comes once, and a family with few distinct problems ends up with a smaller
-share than its weight, as `composition()` says. It does not generate (`gym_pool`) and does not score (`score_pool`) by itself.
+share than its weight, as `composition()` says. It does not generate (`gym_pool`) and does not score (`score_pool`) by
+itself.
 """
 
 from __future__ import annotations

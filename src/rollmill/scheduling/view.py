@@ -97,8 +97,9 @@ class SchedulerView(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def bound_most(self) -> str:
-        """What bounded the run for the longest time."""
-        return max(self.seconds_bound, key=lambda name: self.seconds_bound[name], default=self.bound_by)
+        """What bounded the run for the longest time since its first batch; before that, what bounds it now."""
+        bounds = [name for name in self.seconds_bound if name != Bound.START]
+        return max(bounds, key=lambda name: self.seconds_bound[name], default=self.bound_by)
 
     def rollouts(self) -> dict[str, int | dict[str, int]]:
         """Return the book of rollouts as `summary.json` shows it: `admitted`, the states, and `dropped` by reason."""

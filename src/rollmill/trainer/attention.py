@@ -100,8 +100,8 @@ def _block(bucket: Sequence[Segment]) -> AttentionBlock:
     for row, s in enumerate(bucket):
         own = np.arange(s.start, s.start + s.length)
         queries[row, : s.length] = own
-        keys[row, : s.prefix_length] = np.arange(s.prefix_start, s.prefix_start + s.prefix_length)
-        keys[row, s.prefix_length : s.prefix_length + s.length] = own
+        before = [np.arange(start, start + length) for start, length in s.prefix]
+        keys[row, : s.prefix_length + s.length] = np.concatenate([*before, own])
         seen[row, 0, : s.length] = np.arange(k_width) <= s.prefix_length + np.arange(s.length)[:, None]
         # a padded query must see something, or its softmax is NaN; nobody reads its output
         seen[row, 0, s.length :, 0] = True

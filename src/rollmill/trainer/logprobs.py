@@ -70,7 +70,7 @@ def score_tokens(model: PreTrainedModel, token_ids: torch.Tensor) -> torch.Tenso
         token_ids: int64 [n], n at least 2.
     """
     n = len(token_ids) - 1
-    layout = plan_layout([Segment(prefix_start=0, prefix_length=0, start=0, length=n)])
+    layout = plan_layout([Segment(prefix=(), start=0, length=n)])
     hidden = _hidden(model, token_ids[None, :n], torch.arange(n).unsqueeze(0), layout)
     return token_logprobs(model, hidden, targets=token_ids[1:], temperature=torch.ones(n))
 

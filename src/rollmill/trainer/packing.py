@@ -1,7 +1,7 @@
 """From groups to packed micro-batches, in NumPy.
 
-Decides which tokens are computed and where they stand: each distinct prompt once, then its completions side by side,
-no padding. Only what a loss token needs is computed: a sequence ends before its last loss token (whose own hidden
+Decides which tokens are computed and where they stand: what all prompts of a micro-batch begin with (a system prompt)
+once, each distinct prompt once, then its completions side by side, no padding. Only what a loss token needs is computed: a sequence ends before its last loss token (whose own hidden
 state predicts nothing), and siblings with advantage 0 are left out where they cannot change the gradient.
 Deliberately no torch and no attention here; `rollmill.trainer.attention` turns the segments into attention blocks.
 """
@@ -48,12 +48,20 @@ class Sample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
-    """Positions `[start, start + length)` of a packed row that see a shared prefix, and themselves causally."""
+    """Positions `[start, start + length)` of a packed row that see what came before them, and themselves causally.
 
-    prefix_start: int
-    prefix_length: int
+    Attributes:
+        prefix: (start, length) of the stretches that come before, in order.
+    """
+
+    prefix: tuple[tuple[int, int], ...]
     start: int
     length: int
+
+    @property
+    def prefix_length(self) -> int:
+        """Positions that all of this segment sees."""
+        return sum(length for _, length in self.prefix)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -265,40 +273,59 @@ def _fill(bundles: list[list[Sample]], *, budget_tokens: int) -> list[list[list[
 
 
 def _build(bundles: Sequence[Sequence[Sample]]) -> MicroBatch:
-    ids: list[np.ndarray] = []
-    positions: list[np.ndarray] = []
-    segments: list[Segment] = []
-    sources: list[np.ndarray] = []
-    samples: list[Sample] = []
-    at = 0
+    row = _Row()
+    shared = _common_prefix([bundle[0].prompt for bundle in bundles]) if len(bundles) > 1 else 0
+    common = (row.add(bundles[0][0].prompt[:shared], prefix=()),) if shared else ()
     for bundle in bundles:
-        prompt = bundle[0].prompt
-        prefix, prefix_end = at, at + len(prompt)
-        ids.append(prompt)
-        positions.append(np.arange(len(prompt)))
-        segments.append(Segment(prefix_start=prefix, prefix_length=0, start=prefix, length=len(prompt)))
-        at = prefix_end
+        prefix = (*common, row.add(bundle[0].prompt[shared:], prefix=common))
         for sample in bundle:
-            length = _inputs_needed(sample)
-            if length:
-                ids.append(sample.tokens[:length])
-                positions.append(np.arange(len(prompt), len(prompt) + length))
-                segments.append(Segment(prefix_start=prefix, prefix_length=len(prompt), start=at, length=length))
-            # token 0 is predicted by the last prompt token, token t by token t - 1
-            predicted_by = np.concatenate([[prefix_end - 1], np.arange(at, at + length)])
-            sources.append(predicted_by[sample.loss_mask[: length + 1]])
-            samples.append(sample)
-            at += length
-    return _assemble(ids, positions, segments, sources, samples)
+            row.add_sample(sample, prefix=prefix, inputs=_inputs_needed(sample))
+    return _assemble(row)
 
 
-def _assemble(
-    ids: list[np.ndarray],
-    positions: list[np.ndarray],
-    segments: list[Segment],
-    sources: list[np.ndarray],
-    samples: list[Sample],
-) -> MicroBatch:
+def _common_prefix(prompts: Sequence[np.ndarray]) -> int:
+    """Return how many first tokens all prompts share (a system prompt), leaving each at least one of its own."""
+    shortest = min(len(prompt) for prompt in prompts) - 1
+    differs = np.zeros(shortest, dtype=bool)
+    for prompt in prompts[1:]:
+        differs |= prompt[:shortest] != prompts[0][:shortest]
+    return int(differs.argmax()) if differs.any() else shortest
+
+
+class _Row:
+    """A packed row while it is filled."""
+
+    def __init__(self) -> None:
+        self.ids: list[np.ndarray] = []
+        self.positions: list[np.ndarray] = []
+        self.segments: list[Segment] = []
+        self.sources: list[np.ndarray] = []
+        self.samples: list[Sample] = []
+        self.at = 0
+
+    def add(self, tokens: np.ndarray, *, prefix: tuple[tuple[int, int], ...]) -> tuple[int, int]:
+        """Append a segment; return its (start, length)."""
+        segment = Segment(prefix=prefix, start=self.at, length=len(tokens))
+        self.ids.append(tokens)
+        self.positions.append(segment.prefix_length + np.arange(len(tokens)))
+        self.segments.append(segment)
+        self.at += len(tokens)
+        return segment.start, segment.length
+
+    def add_sample(self, sample: Sample, *, prefix: tuple[tuple[int, int], ...], inputs: int) -> None:
+        """Append the first `inputs` tokens of a sample, and note where its loss tokens are predicted."""
+        start = self.at
+        if inputs:
+            self.add(sample.tokens[:inputs], prefix=prefix)
+        # token 0 is predicted by the last prompt token, token t by token t - 1
+        last_prompt = sum(prefix[-1]) - 1
+        predicted_by = np.concatenate([[last_prompt], np.arange(start, start + inputs)])
+        self.sources.append(predicted_by[sample.loss_mask[: inputs + 1]])
+        self.samples.append(sample)
+
+
+def _assemble(row: _Row) -> MicroBatch:
+    samples = row.samples
     counts = [sample.loss_tokens for sample in samples]
 
     def per_token(values: Sequence[float]) -> np.ndarray:
@@ -308,10 +335,10 @@ def _assemble(
         return np.concatenate([getattr(sample, name)[sample.loss_mask] for sample in samples])
 
     return MicroBatch(
-        input_ids=np.concatenate(ids),
-        position_ids=np.concatenate(positions).astype(np.int64),
-        segments=tuple(segments),
-        source=np.concatenate(sources).astype(np.int64),
+        input_ids=np.concatenate(row.ids),
+        position_ids=np.concatenate(row.positions).astype(np.int64),
+        segments=tuple(row.segments),
+        source=np.concatenate(row.sources).astype(np.int64),
         targets=masked("tokens"),
         behaviour=masked("behaviour"),
         advantages=per_token([sample.advantage for sample in samples]),

@@ -49,7 +49,7 @@ def swapped(engine: SteppedEngine, *, kv, tokens: int = 9) -> list[Turn]:
     for number, prompt in enumerate(prompts):
         group = "siblings" if number < 2 else ""
         engine.submit(request(f"r{number}", prompt, group_key=group, max_new_tokens=24, seed=number))
-    engine.steps(tokens - 1)  # the first step gives two tokens
+    engine.steps(tokens)
     engine.swap(NEW, policy_version=2, kv=kv)
     engine.finish()
     return [engine.turn(f"r{number}") for number in range(3)]
@@ -203,7 +203,7 @@ def test_a_deadline_ends_a_request_with_what_it_has(engine):
     engine.clock.advance(5.0)
     engine.steps(1)
     turn = engine.turn("late")
-    assert (turn.stop_reason, len(turn.output_ids)) == (StopReason.ABORT, 4)
+    assert (turn.stop_reason, len(turn.output_ids)) == (StopReason.ABORT, 3)
     assert turn.timings.decode_s == 5.0
     assert engine.core.kv_used_tokens == 0
 
@@ -247,7 +247,7 @@ def test_an_update_that_fails_half_way_leaves_the_engine_dirty_until_a_later_one
         )
     engine.core.resume()
     partial = engine.turn("running")
-    assert (partial.stop_reason, len(partial.output_ids)) == (StopReason.ABORT, 5)
+    assert (partial.stop_reason, len(partial.output_ids)) == (StopReason.ABORT, 4)
     assert isinstance(engine.results["waiting"], EngineError)
     assert not engine.core.has_work()
     with pytest.raises(EngineError, match="dirty"):

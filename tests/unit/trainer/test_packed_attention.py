@@ -94,7 +94,7 @@ def test_many_small_blocks_give_the_same_as_one(monkeypatch: pytest.MonkeyPatch)
 def test_blocks_waste_at_most_the_padding_limit_on_uneven_lengths() -> None:
     segments, at = [], 0
     for length in (900, 500, 40, 30, 20, 700):
-        segments.append(Segment(prefix_start=0, prefix_length=0, start=at, length=length))
+        segments.append(Segment(prefix=(), start=at, length=length))
         at += length
     layout = plan_layout(segments)
     computed = sum(block.mask.numel() for block in layout.blocks)
@@ -138,7 +138,7 @@ def test_the_head_in_chunks_gives_the_same_logprobs_and_gradient(monkeypatch: py
 
 
 def test_a_sliding_window_shorter_than_a_sequence_is_refused() -> None:
-    layout = plan_layout([Segment(prefix_start=0, prefix_length=0, start=0, length=9)])
+    layout = plan_layout([Segment(prefix=(), start=0, length=9)])
     tensor = torch.zeros(1, 2, 9, 4)
     module = torch.nn.Module()
     attention.packed_attention(module, tensor, tensor, tensor, None, packed_layout=layout, sliding_window=9)

@@ -27,11 +27,43 @@ def test_the_prompt_stands_once_and_completions_side_by_side_without_their_last_
     assert batch.source.tolist() == [2, 3, 4, 2, 5]
     assert batch.sequence_index.tolist() == [0, 0, 0, 1, 1]
     assert batch.rollout_ids == ("g/0.1", "g/1.1")
-    assert [(s.prefix_start, s.prefix_length, s.start, s.length) for s in batch.segments] == [
-        (0, 0, 0, 3),
-        (0, 3, 3, 2),
-        (0, 3, 5, 1),
+    assert [(s.prefix, s.start, s.length) for s in batch.segments] == [
+        ((), 0, 3),
+        (((0, 3),), 3, 2),
+        (((0, 3),), 5, 1),
     ]
+
+
+def test_what_all_prompts_begin_with_stands_once_in_the_row() -> None:
+    groups = [
+        closed("a", [rollout("a", i, turn([1, 1, 1, 5], [10 + i, 2])) for i in range(2)]),
+        closed("b", [rollout("b", i, turn([1, 1, 1, 6, 7], [20 + i, 2])) for i in range(2)]),
+    ]
+    (batch,) = pack(groups)
+    # the longer prompt's bundle comes first
+    assert batch.input_ids.tolist() == [1, 1, 1, 6, 7, 20, 21, 5, 10, 11]
+    assert batch.position_ids.tolist() == [0, 1, 2, 3, 4, 5, 5, 3, 4, 4]
+    assert [(s.prefix, s.start, s.length) for s in batch.segments] == [
+        ((), 0, 3),
+        (((0, 3),), 3, 2),
+        (((0, 3), (3, 2)), 5, 1),
+        (((0, 3), (3, 2)), 6, 1),
+        (((0, 3),), 7, 1),
+        (((0, 3), (7, 1)), 8, 1),
+        (((0, 3), (7, 1)), 9, 1),
+    ]
+    assert batch.source.tolist() == [4, 5, 4, 6, 7, 8, 7, 9]
+
+
+def test_a_prompt_that_begins_another_keeps_a_token_of_its_own() -> None:
+    groups = [
+        closed(name, [rollout(name, i, turn(prompt, [10 + i])) for i in range(2)])
+        for name, prompt in (("a", [1, 1]), ("b", [1, 1, 1]))
+    ]
+    (batch,) = pack(groups)
+    assert batch.input_ids.tolist() == [1, 1, 1, 1]
+    assert batch.position_ids.tolist() == [0, 1, 2, 1]
+    assert batch.source.tolist() == [2, 2, 3, 3]
 
 
 def test_a_completion_of_one_token_costs_nothing_beside_its_prompt() -> None:

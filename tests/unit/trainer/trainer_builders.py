@@ -115,11 +115,11 @@ def closed(group_id: str, rollouts: Sequence[Rollout], *, optimizer_step: int = 
 def random_groups(
     *, groups: int = 2, siblings: int = 4, seed: int = 0, temperature: float = 1.0, optimizer_step: int = 0
 ) -> list[Group]:
-    """Groups with prompts and completions of uneven lengths; completions from 1 token up."""
+    """Groups whose prompts begin alike, with uneven lengths; completions from 1 token up."""
     rng = np.random.default_rng(seed)
     result = []
     for g in range(groups):
-        prompt = rng.integers(0, VOCABULARY, 5 + 4 * g)
+        prompt = np.concatenate([[3, 1, 4], rng.integers(0, VOCABULARY, 2 + 4 * g)])
         members = [
             rollout(
                 f"g{g}",

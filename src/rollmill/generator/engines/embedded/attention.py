@@ -43,15 +43,16 @@ class ForwardPlan:
         write_rows: int64 [writes], packed token of each write; `None` writes every token once, in order.
         write_slots: int64 [writes].
         write_positions: int64 [writes].
-        segments: prefill: which slots each run of tokens reads. Empty for decode.
-        decode_mask: decode: float [batch, 1, 1, length], token i reads slot i up to `length`.
+        decode_mask: float [batch, 1, 1, length]: packed token i < batch reads slot i up to `length`. `None` if the pass
+            decodes nothing.
+        segments: which slots the tokens behind those read, run by run.
     """
 
     write_rows: torch.Tensor | None
     write_slots: torch.Tensor
     write_positions: torch.Tensor
-    segments: tuple[Segment, ...] = ()
     decode_mask: torch.Tensor | None = None
+    segments: tuple[Segment, ...] = ()
 
 
 class SlotPool:
@@ -143,9 +144,18 @@ def slot_attention(
     """
     if slot_plan is None:
         raise RuntimeError(f"{type(module).__name__} does not hand keyword arguments on to its attention function")
-    if slot_plan.decode_mask is not None:
-        return _decode(query, key, value, mask=slot_plan.decode_mask, scaling=scaling), None
-    return _prefill(query, key, value, segments=slot_plan.segments, scaling=scaling), None
+    mask = slot_plan.decode_mask
+    if mask is not None and not slot_plan.segments:
+        return _decode(query, key, value, mask=mask, scaling=scaling), None
+    _, heads, tokens, head_dim = query.shape
+    out = query.new_empty(1, tokens, heads, head_dim)
+    if mask is not None:
+        batch = mask.shape[0]
+        out[:, :batch] = _decode(query[:, :, :batch], key, value, mask=mask, scaling=scaling)
+    for segment in slot_plan.segments:
+        rows = slice(segment.first_row, segment.first_row + segment.rows)
+        out[0, rows] = _prefill(query[0, :, rows], key, value, segment=segment, scaling=scaling)
+    return out, None
 
 
 def _decode(
@@ -162,27 +172,20 @@ def _decode(
 
 
 def _prefill(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    *,
-    segments: tuple[Segment, ...],
-    scaling: float | None,
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, segment: Segment, scaling: float | None
 ) -> torch.Tensor:
-    _, heads, tokens, head_dim = query.shape
-    kv_heads = key.shape[1]
+    heads, _, head_dim = query.shape
+    kv_heads, length = key.shape[1], segment.mask.shape[1]
     share = heads // kv_heads
-    out = query.new_empty(1, tokens, heads, head_dim)
-    for segment in segments:
-        last = segment.first_row + segment.rows
-        length = segment.mask.shape[1]
-        rows = query[0, :, segment.first_row : last].reshape(1, kv_heads, share * segment.rows, head_dim)
-        slot = slice(segment.slot, segment.slot + 1)
-        attended = scaled_dot_product_attention(
-            rows, key[slot, :, :length], value[slot, :, :length], attn_mask=segment.mask.repeat(share, 1), scale=scaling
-        )
-        out[0, segment.first_row : last] = attended.reshape(heads, segment.rows, head_dim).transpose(0, 1)
-    return out
+    slot = slice(segment.slot, segment.slot + 1)
+    attended = scaled_dot_product_attention(
+        query.reshape(1, kv_heads, share * segment.rows, head_dim),
+        key[slot, :, :length],
+        value[slot, :, :length],
+        attn_mask=segment.mask.repeat(share, 1),
+        scale=scaling,
+    )
+    return attended.reshape(heads, segment.rows, head_dim).transpose(0, 1)
 
 
 AttentionInterface.register(ATTENTION_NAME, slot_attention)

@@ -15,9 +15,15 @@ import torch
 
 from rollmill.clock import Clock
 from rollmill.errors import DataError, EngineError, RollmillError, WeightMismatch
-from rollmill.generator.engines.embedded.attention import ForwardPlan, decode_mask
+from rollmill.generator.engines.embedded.attention import decode_mask
 from rollmill.generator.engines.embedded.model import ServedModel
-from rollmill.generator.engines.embedded.prefill import PrefillJob, PrefillPlanner, PrefixStore, common_prefix
+from rollmill.generator.engines.embedded.prefill import (
+    DecodeBatch,
+    PrefillJob,
+    PrefillPlanner,
+    PrefixStore,
+    common_prefix,
+)
 from rollmill.generator.engines.embedded.sampling import sample
 from rollmill.generator.engines.meter import SecondsMeter
 from rollmill.generator.engines.protocol import KvPolicy, UpdateReport
@@ -40,7 +46,7 @@ class EngineCore:
         digest: their digest.
         max_slots: sequences decoded at once.
         max_model_len: longest prompt plus output, tokens.
-        prefill_tokens: most prompt tokens computed between two decode steps.
+        prefill_tokens: most prompt tokens computed in one pass.
         clock: stamps and deadlines.
     """
 
@@ -149,36 +155,48 @@ class EngineCore:
 
     @torch.inference_mode()
     def step(self) -> None:
-        """Admit what fits, then give every running sequence one token."""
+        """Give every running sequence one token, and in the same pass prefill and start what can be admitted."""
         self.expire()
         if not self.has_work():
             return
+        started_s = self._clock.now_s()
+        planner, batches = self._admit()
+        running = len(self.running)
+        # A mixed pass is charged to what most of its tokens are for.
+        self._meter.switch("prefill" if planner.computed > running else "decode")
+        logits = self._run(planner, decode=self._decode_batch() if running else None)
+        rows = [*range(running), *self._start(planner, batches, started_s=started_s)]
         try:
-            if self.waiting and self.admission_open and len(self.running) < self.max_slots:
-                self._meter.switch("prefill")
-                self._admit()
-            if self.running:
-                self._meter.switch("decode")
-                self._decode()
+            self._sample(logits if len(rows) == len(logits) else logits[torch.tensor(rows)], self.running)
         except EngineError as error:  # numbers that are not finite: nothing more may be sampled from these weights
             self.dirty_reason = str(error)
             self.fail_all(error)
+        self._retire()
 
-    def _decode(self) -> None:
-        running = self.running
-        positions = np.array([sequence.kv_tokens for sequence in running], dtype=np.int64)
-        tokens = torch.tensor([sequence.last_token for sequence in running])
+    def _decode_batch(self) -> DecodeBatch:
+        positions = np.array([sequence.kv_tokens for sequence in self.running], dtype=np.int64)
         length = min(self.max_model_len, -(-(int(positions.max()) + 1) // _LENGTH_BUCKET) * _LENGTH_BUCKET)
         at = torch.from_numpy(positions)
-        plan = ForwardPlan(
-            write_rows=None,
-            write_slots=torch.arange(len(running)),
-            write_positions=at,
-            decode_mask=decode_mask(at, length=length, dtype=self.model.dtype),
+        return DecodeBatch(
+            token_ids=torch.tensor([sequence.last_token for sequence in self.running]),
+            positions=at,
+            mask=decode_mask(at, length=length, dtype=self.model.dtype),
         )
-        logits = self.model.forward(tokens, positions=at, plan=plan, pool=self._pool, keep=None)
-        self._sample(logits, running)
-        self._retire()
+
+    def _run(self, planner: PrefillPlanner, *, decode: DecodeBatch | None = None) -> torch.Tensor:
+        """Run one pass; return the logits of the decode batch, then those of the jobs that want them."""
+        if decode is not None and not planner.jobs:
+            work = decode.alone()
+        else:
+            work = planner.build(dtype=self.model.dtype, decode=decode)
+        self.prefill_tokens += planner.computed
+        logits = self.model.forward(
+            work.token_ids, positions=work.positions, plan=work.plan, pool=self._pool, keep=work.keep
+        )
+        for job in planner.jobs:
+            if job.slots == (self._scratch,):
+                self._chunks.put(job.ids, self._pool.read(self._scratch, tokens=len(job.ids)))
+        return logits
 
     def _sample(self, logits: torch.Tensor, sequences: list[Sequence]) -> None:
         counters = np.array([sequence.count for sequence in sequences], dtype=np.int64)
@@ -208,25 +226,20 @@ class EngineCore:
 
     # -- prefill
 
-    def _admit(self) -> None:
-        started_s = self._clock.now_s()
+    def _admit(self) -> tuple[PrefillPlanner, list[list[Sequence]]]:
+        """Plan the prompts of the next pass; return them with the siblings that start after each."""
         planner = PrefillPlanner(self._pool)
         batches: list[list[Sequence]] = []
-        while self.waiting and len(self.running) + sum(map(len, batches)) < self.max_slots:
-            taken = len(self.running) + sum(map(len, batches))
+        taken = len(self.running)
+        while self.admission_open and self.waiting and taken < self.max_slots:
             mates = self._mates(limit=self.max_slots - taken)
             if not self._plan_prompt(planner, mates, first_slot=taken):
                 break
             for sequence in mates:
                 self.waiting.remove(sequence)
             batches.append(mates)
-        if not planner.jobs:
-            return
-        logits = self._run(planner)
-        everyone = [sequence for mates in batches for sequence in mates]
-        if everyone:
-            self._start(planner, batches, logits=logits, started_s=started_s)
-            self._retire()
+            taken += len(mates)
+        return planner, batches
 
     def _mates(self, *, limit: int) -> list[Sequence]:
         """Return the oldest waiting request and the waiting siblings that can share its prompt."""
@@ -292,24 +305,11 @@ class EngineCore:
             elif source is not None:
                 self._pool.copy(source, slot, tokens=tokens)
 
-    def _run(self, planner: PrefillPlanner) -> torch.Tensor:
-        work = planner.build(dtype=self.model.dtype)
-        self.prefill_tokens += planner.computed
-        logits = self.model.forward(
-            work.token_ids, positions=work.positions, plan=work.plan, pool=self._pool, keep=work.keep
-        )
-        for job in planner.jobs:
-            if job.slots == (self._scratch,):
-                self._chunks.put(job.ids, self._pool.read(self._scratch, tokens=len(job.ids)))
-        return logits
-
-    def _start(
-        self, planner: PrefillPlanner, batches: list[list[Sequence]], *, logits: torch.Tensor, started_s: float
-    ) -> None:
-        """Sample the first token of every admitted sequence and put it into the batch."""
-        now_s = self._clock.now_s()
-        rows = []
-        for row, (job, mates) in enumerate(zip(planner.jobs, batches, strict=True)):
+    def _start(self, planner: PrefillPlanner, batches: list[list[Sequence]], *, started_s: float) -> list[int]:
+        """Put admitted sequences into the batch; return the row of logits that each samples its first token from."""
+        now_s, rows = self._clock.now_s(), []
+        first = len(self.running)
+        for row, (job, mates) in enumerate(zip(planner.jobs, batches, strict=False), start=first):
             rows += [row] * len(mates)
             if self._prefixes.longest(job.ids)[0] < len(job.ids):
                 self._prefixes.put(job.ids, self._pool.read(job.slots[0], tokens=len(job.ids)))
@@ -320,9 +320,9 @@ class EngineCore:
                 sequence.kv_version = self.policy_version
                 self.cached_tokens += sequence.cached_tokens
                 self.running.append(sequence)
-        self._chunks.flush()
-        started = [sequence for mates in batches for sequence in mates]
-        self._sample(logits[torch.tensor(rows)], started)
+        if batches:
+            self._chunks.flush()
+        return rows
 
     # -- control
 

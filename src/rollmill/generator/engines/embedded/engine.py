@@ -62,7 +62,7 @@ class EmbeddedEngine:
         max_slots: sequences decoded at once.
         max_model_len: longest prompt plus output, tokens.
         clock: deadlines, timings and the seconds ledger.
-        prefill_tokens: most prompt tokens computed between two decode steps.
+        prefill_tokens: most prompt tokens computed in one pass.
         before_step: called on the worker thread before each step; an exception from it kills the engine. For fault
             injection and for tests that hold the engine between two steps.
 

@@ -1,8 +1,9 @@
-"""Plans prefill passes: which tokens are computed, which KV is shared, where everything goes.
+"""Plans forward passes: which tokens are computed, which KV is shared, where everything goes.
 
 Pure bookkeeping over token ids. Three ways to share, all exact: siblings get the KV of one computed prompt; a prompt
 that begins like one already in the engine starts behind the common prefix; a prompt that begins like an earlier one of
-the same pass reads the earlier one's tokens while they are being written.
+the same pass reads the earlier one's tokens while they are being written. Prompts and running sequences share a pass:
+reading all weights for a few prompt tokens alone would cost as much as a whole decode step.
 """
 
 from __future__ import annotations
@@ -43,13 +44,38 @@ class PrefillJob:
 
 
 @dataclass(frozen=True, slots=True)
-class PrefillPass:
-    """One packed forward pass, ready to run."""
+class PackedPass:
+    """One packed forward pass, ready to run. `keep` names the tokens whose logits are wanted; `None` means all."""
 
     token_ids: torch.Tensor
     positions: torch.Tensor
     plan: ForwardPlan
-    keep: torch.Tensor
+    keep: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeBatch:
+    """The running sequences, in slots 0..n-1, each of which gets one token.
+
+    Attributes:
+        token_ids: int64 [n], the newest token of each.
+        positions: int64 [n], its position.
+        mask: float [n, 1, 1, length].
+    """
+
+    token_ids: torch.Tensor
+    positions: torch.Tensor
+    mask: torch.Tensor
+
+    def alone(self) -> PackedPass:
+        """Return the pass that does nothing else."""
+        plan = ForwardPlan(
+            write_rows=None,
+            write_slots=torch.arange(len(self.token_ids)),
+            write_positions=self.positions,
+            decode_mask=self.mask,
+        )
+        return PackedPass(token_ids=self.token_ids, positions=self.positions, plan=plan, keep=None)
 
 
 @dataclass(slots=True)
@@ -87,29 +113,48 @@ class PrefillPlanner:
         self._rows.append(rows)
         self.computed += fresh
 
-    def build(self, *, dtype: torch.dtype) -> PrefillPass:
-        """Return the packed pass over all jobs."""
-        writes, segments, keep, first = [], [], [], 0
-        for job, rows in zip(self.jobs, self._rows, strict=True):
+    def build(self, *, dtype: torch.dtype, decode: DecodeBatch | None = None) -> PackedPass:
+        """Return the packed pass over the decode batch and all jobs; logits come in that order."""
+        first = 0 if decode is None else len(decode.token_ids)
+        ids, positions = [job.ids[job.shared :] for job in self.jobs], [_fresh_positions(job) for job in self.jobs]
+        writes = [self._writes(index, offset=first) for index in range(len(self.jobs))]
+        keep, segments = list(range(first)), []
+        if decode is not None:
+            at = np.arange(first)
+            ids.insert(0, decode.token_ids.numpy())
+            positions.insert(0, decode.positions.numpy())
+            writes.insert(0, np.stack([at, at, decode.positions.numpy()]))
+        for job in self.jobs:
             fresh = len(job.ids) - job.shared
             mask = causal_mask(start=job.shared, rows=fresh, dtype=dtype)
             segments.append(Segment(slot=job.slots[0], first_row=first, rows=fresh, mask=mask))
             first += fresh
             if job.wants_logits:
                 keep.append(first - 1)
-            positions = np.arange(job.resident, len(job.ids))
-            writes += [np.stack([rows[job.resident :], np.full_like(positions, slot), positions]) for slot in job.slots]
         write = torch.from_numpy(np.concatenate(writes, axis=1))
-        fresh_ids = [job.ids[job.shared :] for job in self.jobs]
-        fresh_positions = [np.arange(job.shared, len(job.ids)) for job in self.jobs]
-        return PrefillPass(
-            token_ids=torch.from_numpy(np.concatenate(fresh_ids)),
-            positions=torch.from_numpy(np.concatenate(fresh_positions)),
+        return PackedPass(
+            token_ids=torch.from_numpy(np.concatenate(ids)),
+            positions=torch.from_numpy(np.concatenate(positions)),
             plan=ForwardPlan(
-                write_rows=write[0], write_slots=write[1], write_positions=write[2], segments=tuple(segments)
+                write_rows=write[0],
+                write_slots=write[1],
+                write_positions=write[2],
+                decode_mask=None if decode is None else decode.mask,
+                segments=tuple(segments),
             ),
             keep=torch.tensor(keep or [0], dtype=torch.int64),
         )
+
+    def _writes(self, index: int, *, offset: int) -> np.ndarray:
+        """Return int64 [3, writes]: packed token, slot and position of every KV entry of a job."""
+        job = self.jobs[index]
+        rows = self._rows[index][job.resident :] + offset
+        positions = np.arange(job.resident, len(job.ids))
+        return np.concatenate([np.stack([rows, np.full_like(rows, slot), positions]) for slot in job.slots], axis=1)
+
+
+def _fresh_positions(job: PrefillJob) -> np.ndarray:
+    return np.arange(job.shared, len(job.ids))
 
 
 class PrefixStore:
