@@ -31,9 +31,11 @@ class SystemClock:
     """
 
     def now_s(self) -> float:
+        """Return seconds of the machine's monotonic clock."""
         return time.monotonic()
 
     def wall_s(self) -> float:
+        """Return seconds since the Unix epoch."""
         return time.time()
 
 
@@ -51,9 +53,11 @@ class VirtualClock:
         self._now_s = start_s
 
     def now_s(self) -> float:
+        """Return the virtual time."""
         return self._now_s
 
     def wall_s(self) -> float:
+        """Return the virtual time too: a test has no other."""
         return self._now_s
 
     def advance(self, seconds: float) -> None:

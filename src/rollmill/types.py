@@ -233,6 +233,7 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def output_tokens(self) -> int:
+        """Output tokens over all turns."""
         return sum(len(turn.output_ids) for turn in self.turns)
 
     @property

@@ -130,6 +130,11 @@ def test_a_run_trains_asynchronously_and_its_books_balance(tmp_path: Path) -> No
     assert all(step["samples"] == 8 for step in steps)
     assert processes_of(run) == []
 
+    status, out, err = finish(rollmill("eval", str(run / "checkpoints" / "step-000008"), "--json"))
+    assert status == 0, err
+    # The same problems, the same greedy sampling, the same weights in the same engine.
+    assert json.loads(out)["accuracy"] == summary["eval"]["after"]["accuracy"]
+
 
 def test_budget_zero_is_the_synchronous_loop(tmp_path: Path) -> None:
     status, out, err = finish(rollmill("train", str(write_config(tmp_path, steps=4, max_staleness=0)), "--json"))
