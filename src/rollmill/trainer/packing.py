@@ -1,9 +1,10 @@
 """From groups to packed micro-batches, in NumPy.
 
 Decides which tokens are computed and where they stand: what all prompts of a micro-batch begin with (a system prompt)
-once, each distinct prompt once, then its completions side by side, no padding. Only what a loss token needs is computed: a sequence ends before its last loss token (whose own hidden
-state predicts nothing), and siblings with advantage 0 are left out where they cannot change the gradient.
-Deliberately no torch and no attention here; `rollmill.trainer.attention` turns the segments into attention blocks.
+once, each distinct prompt once, then its completions side by side, no padding. Only what a loss token needs is
+computed: a sequence ends before its last loss token (whose own hidden state predicts nothing), and siblings with
+advantage 0 are left out where they cannot change the gradient. Deliberately no torch and no attention here;
+`rollmill.trainer.attention` turns the segments into attention blocks.
 """
 
 from __future__ import annotations

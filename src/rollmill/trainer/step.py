@@ -69,7 +69,8 @@ def loss_settings(settings: AlgorithmSettings) -> LossSettings:
     if settings.loss == "dapo" and settings.normalisation != "token":
         raise ConfigError(
             f"algorithm.loss is 'dapo' and algorithm.normalisation is {settings.normalisation!r}: DAPO is normalised "
-            "over tokens by definition. Set algorithm.normalisation = 'token', or algorithm.loss = 'ppo', which clips alike."
+            "over tokens by definition. Set algorithm.normalisation = 'token', or algorithm.loss = 'ppo', which clips "
+            "alike."
         )
     return LossSettings(
         loss=settings.loss,
