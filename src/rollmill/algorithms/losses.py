@@ -159,8 +159,8 @@ def policy_loss(batch: TokenBatch, *, settings: LossSettings, denominator: float
     Decoupled PPO: the correction weighs tokens by proximal / behaviour, and the clip acts on policy / proximal. With
     `correction = none` there is no such weight, and the clip acts on policy / behaviour.
 
-    With one update per batch policy / proximal is 1 in value, so no clip is active then; the bound on old samples is the
-    correction's cap. The correction is per token for every surrogate, also where the clip is per sequence (GSPO).
+    With one update per batch policy / proximal is 1 in value, so no clip is active then; the bound on old samples is
+    the correction's cap. The correction is per token for every surrogate, also where the clip is per sequence (GSPO).
 
     Args:
         denominator: `loss_denominator` of the whole step.
