@@ -147,7 +147,7 @@ def slot_attention(
     mask = slot_plan.decode_mask
     if mask is not None and not slot_plan.segments:
         return _decode(query, key, value, mask=mask, scaling=scaling), None
-    _, heads, tokens, head_dim = query.shape
+    heads, tokens, head_dim = query.shape[1:]
     out = query.new_empty(1, tokens, heads, head_dim)
     if mask is not None:
         batch = mask.shape[0]

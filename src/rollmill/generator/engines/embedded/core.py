@@ -166,6 +166,8 @@ class EngineCore:
         self._meter.switch("prefill" if planner.computed > running else "decode")
         logits = self._run(planner, decode=self._decode_batch() if running else None)
         rows = [*range(running), *self._start(planner, batches, started_s=started_s)]
+        if not rows:  # a chunk of a long prompt, and nobody else
+            return
         try:
             self._sample(logits if len(rows) == len(logits) else logits[torch.tensor(rows)], self.running)
         except EngineError as error:  # numbers that are not finite: nothing more may be sampled from these weights
@@ -309,6 +311,7 @@ class EngineCore:
         """Put admitted sequences into the batch; return the row of logits that each samples its first token from."""
         now_s, rows = self._clock.now_s(), []
         first = len(self.running)
+        # A chunk of a long prompt is a job that nobody starts after, and always the only one of its pass.
         for row, (job, mates) in enumerate(zip(planner.jobs, batches, strict=False), start=first):
             rows += [row] * len(mates)
             if self._prefixes.longest(job.ids)[0] < len(job.ids):

@@ -12,6 +12,7 @@ Decides nothing about batching; that is the core's. No method polls or sleeps.
 from __future__ import annotations
 
 import asyncio
+import atexit
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -32,6 +33,9 @@ from rollmill.generator.engines.sequence import Sequence, check_request
 from rollmill.types import GenerateRequest, Turn
 
 R = TypeVar("R")
+
+_JOIN_S = 30.0
+"""Longest wait for the worker to finish its step when the engine ends."""
 
 CAPABILITIES = (
     "abort",
@@ -109,6 +113,7 @@ class EmbeddedEngine:
         self._ended: Future[None] = Future()
         self._thread = threading.Thread(target=self._run, name="rollmill-engine", daemon=True)
         self._thread.start()
+        atexit.register(self._close_at_exit)
 
     # -- engine protocol
 
@@ -230,6 +235,16 @@ class EmbeddedEngine:
             self._closing = True
             self._wake.notify()
         await asyncio.wrap_future(self._ended)
+        # Joined, not only ended: a thread that still unwinds while the interpreter goes down aborts the process.
+        await asyncio.to_thread(self._thread.join, _JOIN_S)
+        atexit.unregister(self._close_at_exit)
+
+    def _close_at_exit(self) -> None:
+        """End the worker of an engine that nobody closed, before the interpreter pulls the ground from under it."""
+        with self._wake:
+            self._closing = True
+            self._wake.notify()
+        self._thread.join(_JOIN_S)
 
     # -- handing over to the worker
 
