@@ -396,6 +396,8 @@ async def test_closing_returns_partial_turns_and_refuses_later_calls(subject):
     await subject.engine.close()
     assert (await task).stop_reason is StopReason.ABORT
     assert not subject.engine.healthy()
+    # a thread that outlives its engine aborts the process when the interpreter goes down
+    assert not any(thread.name == "rollmill-engine" for thread in threading.enumerate())
     with pytest.raises(EngineDead, match="closed"):
         await subject.engine.generate(request("late", prompt_of(5)))
 

@@ -251,6 +251,31 @@ async def test_a_canary_that_disagrees_makes_the_replica_dirty_until_a_newer_ver
     assert held == [4]
 
 
+async def test_weights_that_turn_out_not_to_be_finite_take_the_replica_out_of_rotation(tmp_path):
+    repository, old, new = two_versions()
+    repository.publish(
+        {name: torch.full_like(value, torch.nan) for name, value in tensors_of(new).items()},
+        optimizer_step=1,
+        parent=2,
+        history_id="h",
+        training_dtype="float32",
+        canary=None,
+        at_s=0.0,
+    )
+    repository.put(new)
+    async with service(embedded(tmp_path, old), repository, tmp_path) as client:
+        assert (await client.load_weights(3, deadline_s=20)).canary_difference is None
+        with pytest.raises(EngineError, match="not finite"):
+            await client.generate(request("a", prompt_of(6)))
+        status = await client.status()
+        with pytest.raises(EngineError, match=r"the replica is dirty: .*not finite"):
+            await client.generate(request("b", prompt_of(6)))
+        await client.load_weights(4, deadline_s=20)
+        turn = await client.generate(request("c", prompt_of(6)))
+    assert status.state is ReplicaState.DIRTY
+    np.testing.assert_allclose(turn.behavior_logprobs, reference_logprobs(new, turn, SamplingParams()), atol=1e-4)
+
+
 async def test_a_first_version_that_fails_its_canary_never_gets_an_address(tmp_path):
     repository, old, new = MemoryRepository(), random_model(seed=1), random_model(seed=2)
     repository.put(old, canary=canary_for(new))

@@ -150,7 +150,7 @@ class Replica:
 
     async def _after_failure(self, version: int, *, error: BaseException, touched: bool) -> None:
         if isinstance(error, EngineDead):
-            self.died(error)
+            self.take_note(error)
             return
         if not touched and self.standing.state is ReplicaState.SERVING:
             await self.engine.resume()
@@ -160,9 +160,12 @@ class Replica:
         # It stays paused: what was sampled so far is sound and goes back to the callers, nothing more is sampled.
         await self.engine.pause("abort")
 
-    def died(self, error: EngineDead) -> None:
-        """Take note that the engine is gone; its first error is the reason that every caller sees."""
-        self.standing = move(self.standing, ReplicaState.DEAD, reason=str(error))
+    def take_note(self, error: RollmillError) -> None:
+        """Leave the rotation if this error of a call says that the engine is gone, or serves nothing any more."""
+        if isinstance(error, EngineDead):
+            self.standing = move(self.standing, ReplicaState.DEAD, reason=str(error))
+        elif self.standing.state is ReplicaState.SERVING and not self.engine.healthy():
+            self.standing = move(self.standing, ReplicaState.DIRTY, reason=str(error))
 
     async def _prove(self, manifest: WeightManifest) -> float | None:
         """Return the largest difference on the canary, or `None` if there is nothing to compare."""

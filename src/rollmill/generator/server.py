@@ -176,9 +176,9 @@ class PolicyInferenceServicer(pb_grpc.PolicyInferenceServicer):
         try:
             return await work()
         except RollmillError as error:
+            self.replica.take_note(error)
+            await self.publish_health()
             if isinstance(error, EngineDead):
-                self.replica.died(error)
-                await self.publish_health()
                 self.engine_died.set()
             name, details, metadata = error_to_status(error)
             await context.abort(grpc.StatusCode[name], details, tuple(metadata.items()))
