@@ -87,7 +87,7 @@ bench: $(VENV)/.run ## Measure the main job on three seeds; writes benchmarks/ma
 	$(BIN)/python benchmarks/main_job/run.py $(ARGS)
 
 proto: $(VENV)/.dev ## Generate the code of the gRPC service from its .proto
-	$(BIN)/python -m grpc_tools.protoc -I src --python_out=src --grpc_python_out=src \
+	$(BIN)/python -m grpc_tools.protoc -I src --python_out=src --pyi_out=src --grpc_python_out=src \
 	  src/rollmill/generator/proto/policy_inference.proto
 
 clean: ## Remove .venv and what was built

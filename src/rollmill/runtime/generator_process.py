@@ -44,6 +44,8 @@ def run_generator(context: ProcessContext) -> None:
         digest=manifest.digest,
         clock=clock,
     )
+    # The engine has its copy; the mapping would keep the first version's memory for the whole run.
+    del tensors
     engine_started_s = clock.now_s()
 
     async def main() -> None:
