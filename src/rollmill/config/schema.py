@@ -148,8 +148,8 @@ class GeneratorSettings(Section):
     load_deadline_s: float = knob(
         60.0, unit="s", raising="tolerates slower loads", lowering="a stuck load ends sooner", gt=0
     )
-    """A weight load that takes longer fails: before the swap began the old version goes on serving, after it the replica
-    is dirty."""
+    """A weight load that takes longer fails: before the swap began the old version goes on serving, after it the
+    replica is dirty."""
 
 
 class TrainerSettings(Section):
