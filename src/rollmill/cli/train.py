@@ -18,7 +18,6 @@ from rollmill.cli.output import (
     json_option,
     show,
     show_error,
-    show_json,
 )
 from rollmill.cli.view import TrainView
 from rollmill.config.load import LoadedConfig, load_config
@@ -30,7 +29,7 @@ from rollmill.runtime.layout import ProcessLayout
 from rollmill.runtime.resume import first_incarnation, next_incarnation
 from rollmill.runtime.supervisor import RunEnd, Supervisor
 from rollmill.telemetry.run_directory import RunDirectory
-from rollmill.telemetry.summary import render_summary
+from rollmill.telemetry.summary import check_books, render_summary
 
 
 @click.command("train")
@@ -110,16 +109,18 @@ def _open(loaded: LoadedConfig, resume_directory: str | None) -> tuple[RunDirect
 def _finish(directory: RunDirectory, layout: ProcessLayout, end: RunEnd, *, as_json: bool) -> None:
     resume = f"rollmill train --resume {directory.root}"
     failure = end.failure
+    summary = None
     if layout.store.exists() and layout.preflight.exists():
         summary = write_summary(directory, layout, failure=failure)
-        if as_json:
-            show_json(summary)
-        else:
-            click.echo(render_summary(summary))
+        # With --json there is one document: the summary, which holds the failure.
+        show(summary, text=render_summary(summary), as_json=as_json)
     if failure is not None:
         hint = "" if failure.user_error else f" Logs: {layout.logs}. Go on with: {resume}"
-        show_error(failure.code, failure.message + hint, as_json=as_json, details={"process": failure.process})
+        if summary is None or not as_json:
+            show_error(failure.code, failure.message + hint, as_json=as_json, details={"process": failure.process})
         sys.exit(USER_ERROR_STATUS if failure.user_error else FAULT_STATUS)
+    if summary is not None:
+        check_books(summary)
     if end.interrupted:
         if not as_json:
             click.echo(f"Stopped. Go on with: {resume}")

@@ -15,8 +15,9 @@ instructions are obeyed. Whatever is lost in between is started again by the fol
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Protocol
 
 import msgspec
@@ -101,29 +102,53 @@ class Gate:
     def __init__(self) -> None:
         self._open = asyncio.Event()
         self._open.set()
+        self._loading = 0
+        self._quiet = asyncio.Event()
+        self._quiet.set()
 
-    def close(self) -> None:
-        """Hold loads back."""
-        self._open.clear()
-
-    def open(self) -> None:
-        """Let loads go."""
-        self._open.set()
-
-    async def passed(self, *, deadline_s: float) -> None:
-        """Return when the gate is open.
+    @contextlib.asynccontextmanager
+    async def closed(self, *, deadline_s: float) -> AsyncIterator[None]:
+        """Hold loads back while the block runs; enter it when those under way are done.
 
         Raises:
-            DeadlineExceeded: if it stays closed for longer.
+            DeadlineExceeded: if a load takes longer than `deadline_s`.
         """
+        self._open.clear()
         try:
-            async with asyncio.timeout(deadline_s):
-                await self._open.wait()
-        except TimeoutError:
-            raise DeadlineExceeded(
-                f"a weight load waited {deadline_s:.0f} s for an evaluation to end. "
-                "The generator is slower than expected: raise evaluation.deadline_s or lower environment.heldout_size."
-            ) from None
+            await _within(self._quiet.wait(), deadline_s, "an evaluation waited {} s for a weight load to end.")
+            yield
+        finally:
+            self._open.set()
+
+    @contextlib.asynccontextmanager
+    async def load(self, *, deadline_s: float) -> AsyncIterator[None]:
+        """Enter when no evaluation runs.
+
+        Raises:
+            DeadlineExceeded: if one runs for longer.
+        """
+        await _within(
+            self._open.wait(),
+            deadline_s,
+            "a weight load waited {} s for an evaluation to end. The generator is slower than expected: raise "
+            "evaluation.deadline_s or lower environment.heldout_size.",
+        )
+        self._loading += 1
+        self._quiet.clear()
+        try:
+            yield
+        finally:
+            self._loading -= 1
+            if self._loading == 0:
+                self._quiet.set()
+
+
+async def _within(wait: Awaitable[object], deadline_s: float, sentence: str) -> None:
+    try:
+        async with asyncio.timeout(deadline_s):
+            await wait
+    except TimeoutError:
+        raise DeadlineExceeded(sentence.format(f"{deadline_s:.0f}")) from None
 
 
 class Controller:
@@ -179,9 +204,10 @@ class Controller:
         """
         async with asyncio.TaskGroup() as tasks:
             self._tasks = tasks
-            loops = [tasks.create_task(self._decide(), name="decide"), tasks.create_task(self._tick(), name="tick")]
+            tasks.create_task(self._decide(), name="decide")
+            tick = tasks.create_task(self._tick(), name="tick")
             reason = await self.finished
-            for task in [*loops, *self._running.values()]:
+            for task in [tick, *self._running.values()]:
                 task.cancel()
         return reason
 
@@ -200,7 +226,8 @@ class Controller:
     # decide
 
     async def _decide(self) -> None:
-        while True:
+        # It ends by itself, so that no transaction is cut in the middle.
+        while not self.finished.done():
             events = await self.inbox.take()
             if any(not isinstance(event, Tick) for event in events):
                 self.moved()
@@ -327,8 +354,8 @@ class Controller:
         self.inbox.put(event)
 
     async def _load(self, instruction: LoadWeights) -> None:
-        await self.load_gate.passed(deadline_s=self.config.evaluation.deadline_s)
-        await self._load_replica(instruction.replica_id, instruction.policy_version)
+        async with self.load_gate.load(deadline_s=self.config.evaluation.deadline_s):
+            await self._load_replica(instruction.replica_id, instruction.policy_version)
         self._reporter.event(
             "weights_loaded", replica_id=instruction.replica_id, policy_version=instruction.policy_version
         )

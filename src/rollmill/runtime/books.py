@@ -65,7 +65,9 @@ def write_summary(directory: RunDirectory, layout: ProcessLayout, *, failure: Fa
         settings={row.key: row.value for row in explain(loaded)},
         extra={
             "incarnations": read_record(layout.incarnation, Incarnation).number,
-            "failure": None if failure is None else {"process": failure.process, "code": failure.code},
+            "failure": None
+            if failure is None
+            else {"process": failure.process, "code": failure.code, "message": failure.message},
         },
     )
     write_json_atomic(directory.summary, summary)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -67,14 +68,19 @@ def prepare_model(source: str) -> str:
         ModelError: with the words of the preparation.
     """
     command = [sys.executable, "-m", "rollmill.cli", "model", "prepare", source, "--json"]
-    result = subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        timeout=PREPARE_DEADLINE_S,
-        env=process_environment(threads=1),
-        check=False,
-    )
+    environment = process_environment(threads=1)
+    if "HF_HUB_OFFLINE" not in os.environ:
+        # The run itself never reaches for a hub; preparing a model is where a hub name may.
+        del environment["HF_HUB_OFFLINE"]
+    try:
+        result = subprocess.run(
+            command, capture_output=True, text=True, timeout=PREPARE_DEADLINE_S, env=environment, check=False
+        )
+    except subprocess.TimeoutExpired:
+        raise ModelError(
+            f"preparing the model {source!r} took longer than {PREPARE_DEADLINE_S:.0f} s. Prepare it beforehand with "
+            f"`rollmill model prepare {source}`, and see there what it waits for."
+        ) from None
     if result.returncode != 0:
         raise ModelError(_error_text(result.stdout) or result.stderr.strip()[-2000:])
     return json.loads(result.stdout)["path"]
@@ -119,6 +125,8 @@ class _Run:
                 loop.add_signal_handler(signal.SIGTERM, self.stopping.set)
                 self._rung = asyncio.Event()
                 loop.add_reader(bell.fileno(), self._on_bell, bell)
+                # Before trainer and generator start, so that a broken scorer is the first thing reported.
+                await environment.start()
                 self._announce(preflight)
                 books = fold(store, self._settings(preflight))
                 self._new_run = books.events == 0
@@ -187,6 +195,7 @@ class _Run:
             self.controller.look()
 
     _watching = False
+    _alarm = ""
 
     # the run
 
@@ -328,20 +337,30 @@ class _Run:
             if lost:
                 raise EngineDead(lost)
             self.reporter.replica_seconds(total)
+            self._show_alarm()
             if tokens != getattr(self, "_tokens_seen", 0):
                 self._tokens_seen = tokens
                 self.controller.moved()
+
+    def _show_alarm(self) -> None:
+        """Say once when the scores have stopped meaning anything (all failed, all equal)."""
+        alarm = self.environment.alarm()
+        if alarm and alarm != self._alarm:
+            self.reporter.event("alarm", message=alarm)
+        self._alarm = alarm
 
     # evaluation
 
     async def _evaluate_during(self, store: SqliteStore) -> None:
         """Evaluate at the start, and whenever another `evaluation.every_steps` steps are loaded."""
         settings = self.config.evaluation
-        if settings.at_start and store.note("eval:before") is None:
+        began_at = self.context.incarnation.optimizer_step
+        # A run that was stopped before this evaluation ended cannot make it up once it has trained.
+        if settings.at_start and began_at == 0 and store.note("eval:before") is None:
             store.set_note("eval:before", await self._evaluate("before"))
         if settings.every_steps == 0:
             return
-        due = settings.every_steps
+        due = began_at - began_at % settings.every_steps + settings.every_steps
         while due < self.config.run.steps and not self.controller.finished.done():
             if self.controller.scheduler.view().optimizer_step < due:
                 await self._ring_or(1.0)
@@ -351,8 +370,7 @@ class _Run:
 
     async def _evaluate(self, label: str) -> dict[str, object]:
         self.reporter.say(f"evaluating ({label})")
-        self.controller.load_gate.close()
-        try:
+        async with self.controller.load_gate.closed(deadline_s=self.config.generator.load_deadline_s):
             result = await run_evaluation(
                 self.config,
                 environment=self.environment,
@@ -361,8 +379,6 @@ class _Run:
                 clock=self.clock,
                 label=f"eval-{self.context.incarnation.number}-{label}",
             )
-        finally:
-            self.controller.load_gate.open()
         return self.reporter.evaluated(label, result)
 
     # the end
