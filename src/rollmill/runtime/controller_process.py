@@ -1,7 +1,6 @@
 """The controller process: preflight, the replicas' arrival, the run, evaluation, a clean end.
 
-Wires the parts; the core decides. Preflight finds what the user can fix (model, data, prompt lengths) before trainer
-and generator start.
+Wires the parts; the core decides.
 """
 
 from __future__ import annotations
@@ -9,11 +8,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import os
 import signal
-import subprocess
-import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 
 import msgspec
 
@@ -21,31 +17,28 @@ from rollmill.buffer.doorbell import Doorbell, ring
 from rollmill.buffer.sqlite import SqliteStore
 from rollmill.clock import SystemClock
 from rollmill.config.schema import RollmillConfig
-from rollmill.controller.evaluation import EvaluationResult, evaluate
 from rollmill.controller.replicas import ReplicaSet
 from rollmill.controller.reporting import RunReporter
 from rollmill.controller.shell import Controller
 from rollmill.controller.translate import scheduler_settings
-from rollmill.environments.load import load_environment
 from rollmill.environments.protocol import Environment
-from rollmill.environments.rendering import Renderer, check_lengths
 from rollmill.environments.single_turn import run_rollout
-from rollmill.errors import DeadlineExceeded, EngineDead, ModelError
+from rollmill.errors import DeadlineExceeded, EngineDead
 from rollmill.generator.client import GeneratorClient
 from rollmill.generator.state import ReplicaState
+from rollmill.runtime.evaluation import run_evaluation
 from rollmill.runtime.fold import Books, fold
 from rollmill.runtime.incarnation import Preflight, ProcessSeconds, write_record
 from rollmill.runtime.layout import SUPERVISOR, TRAINER, replica_name
+from rollmill.runtime.preflight import check_first
 from rollmill.runtime.process import ProcessContext
-from rollmill.runtime.threads import process_environment
 from rollmill.scheduling.events import ReplicaJoined, RunResumed, RunStarted
 from rollmill.scheduling.instructions import StartRollout
 from rollmill.scheduling.settings import SchedulerSettings
 from rollmill.telemetry.run_directory import RunDirectory
-from rollmill.types import Rollout, SamplingParams, Task, derive_seed
+from rollmill.types import Rollout, SamplingParams, derive_seed
 from rollmill.weights.repository import LocalModelRepository
 
-PREPARE_DEADLINE_S = 600.0
 REPLICA_DEADLINE_S = 300.0
 STATUS_EVERY_S = 2.0
 LOST_STATES = (ReplicaState.DIRTY, ReplicaState.DEAD)
@@ -59,38 +52,6 @@ def run_controller(context: ProcessContext) -> None:
         Fault: the first failure of any loop.
     """
     asyncio.run(_Run(context).main())
-
-
-def prepare_model(source: str) -> str:
-    """Return the prepared model's directory; the work is done in a process of its own, because it needs torch.
-
-    Raises:
-        ModelError: with the words of the preparation.
-    """
-    command = [sys.executable, "-m", "rollmill.cli", "model", "prepare", source, "--json"]
-    environment = process_environment(threads=1)
-    if "HF_HUB_OFFLINE" not in os.environ:
-        # The run itself never reaches for a hub; preparing a model is where a hub name may.
-        del environment["HF_HUB_OFFLINE"]
-    try:
-        result = subprocess.run(
-            command, capture_output=True, text=True, timeout=PREPARE_DEADLINE_S, env=environment, check=False
-        )
-    except subprocess.TimeoutExpired:
-        raise ModelError(
-            f"preparing the model {source!r} took longer than {PREPARE_DEADLINE_S:.0f} s. Prepare it beforehand with "
-            f"`rollmill model prepare {source}`, and see there what it waits for."
-        ) from None
-    if result.returncode != 0:
-        raise ModelError(_error_text(result.stdout) or result.stderr.strip()[-2000:])
-    return json.loads(result.stdout)["path"]
-
-
-def _error_text(output: str) -> str:
-    try:
-        return json.loads(output)["error"]["message"]
-    except (ValueError, KeyError, TypeError):
-        return ""
 
 
 class _Run:
@@ -107,7 +68,7 @@ class _Run:
         self.stopping = asyncio.Event()
 
     async def main(self) -> None:
-        environment, renderer, preflight = self._preflight()
+        environment, renderer, preflight = check_first(self.config)
         self.environment: Environment = environment
         self.renderer = renderer
         store = SqliteStore(self.layout.store)
@@ -142,27 +103,6 @@ class _Run:
             store.close()
 
     # start
-
-    def _preflight(self) -> tuple[Environment, Renderer, Preflight]:
-        model_path = prepare_model(self.config.model.source)
-        renderer = Renderer(model_path)
-        environment = load_environment(
-            self.config.environment, run_seed=self.config.run.seed, system_prompt=self.config.model.system_prompt
-        )
-        longest = check_lengths(
-            environment,
-            renderer,
-            max_model_len=self.config.generator.max_model_len,
-            max_new_tokens=self.config.sampling.max_new_tokens,
-        )
-        preflight = Preflight(
-            model_path=model_path,
-            data_identity=environment.identity(),
-            training_size=environment.training_size(),
-            heldout_size=len(environment.heldout()),
-            longest_prompt_tokens=longest,
-        )
-        return environment, renderer, preflight
 
     def _announce(self, preflight: Preflight) -> None:
         self.directory.check_data(preflight.data_identity)
@@ -425,32 +365,6 @@ class _Run:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._rung.wait()
-
-
-async def run_evaluation(
-    config: RollmillConfig,
-    *,
-    environment: Environment,
-    renderer: Renderer,
-    generate: Callable[..., Awaitable[object]],
-    clock: SystemClock,
-    label: str,
-) -> EvaluationResult:
-    """Evaluate all held-out tasks with the configured, explicit sampling."""
-    settings = config.evaluation
-    tasks: tuple[Task, ...] = environment.heldout()
-    return await evaluate(
-        tasks,
-        environment=environment,
-        renderer=renderer,
-        generate=generate,  # type: ignore[arg-type]
-        clock=clock,
-        temperature=settings.temperature,
-        max_new_tokens=settings.max_new_tokens or config.sampling.max_new_tokens,
-        deadline_s=settings.deadline_s,
-        concurrency=config.generator.max_slots * config.generator.replicas,
-        label=label,
-    )
 
 
 def abandoned_groups(store: SqliteStore, *, versions: frozenset[int]) -> tuple[str, ...]:

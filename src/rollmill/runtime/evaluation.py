@@ -1,4 +1,4 @@
-"""Evaluation of a checkpoint in one process, with the engine that also serves training."""
+"""Evaluation with the configured, explicit sampling: during a run, and of a checkpoint in one process."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
-from rollmill.clock import SystemClock
+from rollmill.clock import Clock, SystemClock
 from rollmill.config.schema import RollmillConfig
+from rollmill.controller.evaluation import EvaluationResult, Generate, evaluate
 from rollmill.controller.reporting import evaluation_record
 from rollmill.environments.load import load_environment
+from rollmill.environments.protocol import Environment
 from rollmill.environments.rendering import Renderer
-from rollmill.runtime.controller_process import run_evaluation
 
 
 def evaluate_checkpoint(source: str, *, config: RollmillConfig) -> dict[str, Any]:
@@ -58,3 +59,28 @@ async def _evaluate(source: str, *, config: RollmillConfig) -> dict[str, Any]:
         await engine.close()
         await environment.close()
     return {"source": source, **evaluation_record(result)}
+
+
+async def run_evaluation(
+    config: RollmillConfig,
+    *,
+    environment: Environment,
+    renderer: Renderer,
+    generate: Generate,
+    clock: Clock,
+    label: str,
+) -> EvaluationResult:
+    """Evaluate all held-out tasks with the configured, explicit sampling."""
+    settings = config.evaluation
+    return await evaluate(
+        environment.heldout(),
+        environment=environment,
+        renderer=renderer,
+        generate=generate,
+        clock=clock,
+        temperature=settings.temperature,
+        max_new_tokens=settings.max_new_tokens or config.sampling.max_new_tokens,
+        deadline_s=settings.deadline_s,
+        concurrency=config.generator.max_slots * config.generator.replicas,
+        label=label,
+    )
