@@ -57,7 +57,11 @@ def evaluation_record(result: EvaluationResult) -> dict[str, Any]:
             f"none of {result.unscored} held-out problems got a verdict. The scorer or the generator failed for all of "
             "them; events.jsonl and the logs say how."
         )
-    return {**msgspec.to_builtins(result), **proportion(result.correct, result.n).as_dict()}
+    return {
+        **msgspec.to_builtins(result),
+        **proportion(result.correct, result.n).as_dict(),
+        "policy_version": max(result.policy_versions),
+    }
 
 
 def readable_rollout(

@@ -1,0 +1,35 @@
+from __future__ import annotations
+
+import pytest
+
+from rollmill.controller.evaluation import EvaluationResult
+from rollmill.controller.reporting import evaluation_record
+from rollmill.errors import DataError
+
+
+def result(*, correct: int, n: int, unscored: int = 0) -> EvaluationResult:
+    return EvaluationResult(
+        correct=correct,
+        n=n,
+        unscored=unscored,
+        mean_reward=0.5,
+        mean_tokens=9.0,
+        policy_versions=(3, 4),
+        temperature=0.0,
+        max_new_tokens=24,
+        wall_s=1.0,
+    )
+
+
+def test_an_evaluation_carries_interval_sampling_and_the_version_that_was_asked() -> None:
+    record = evaluation_record(result(correct=5, n=10, unscored=2))
+    # Wilson: 5 of 10 gives 0.2366 to 0.7634
+    assert record["accuracy"] == 0.5
+    assert record["low"] == pytest.approx(0.2366, abs=1e-4)
+    assert record["high"] == pytest.approx(0.7634, abs=1e-4)
+    assert (record["n"], record["unscored"], record["policy_version"], record["temperature"]) == (10, 2, 4, 0.0)
+
+
+def test_an_evaluation_without_any_verdict_is_an_error_and_not_an_accuracy_of_zero() -> None:
+    with pytest.raises(DataError, match="none of 7"):
+        evaluation_record(result(correct=0, n=0, unscored=7))
