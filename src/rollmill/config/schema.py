@@ -44,7 +44,7 @@ class RunSettings(Section):
     )
     """End the run with the stall report as its cause when nothing moved for this long."""
     shutdown_grace_s: float = knob(
-        30.0, unit="s", raising="more time to finish a step and a checkpoint", lowering="faster forced stop", gt=0
+        60.0, unit="s", raising="more time to finish a step and a checkpoint", lowering="faster forced stop", gt=0
     )
     """On Ctrl-C, time for the processes to stop cleanly before they are killed."""
 

@@ -151,7 +151,7 @@ class _Run:
                 tasks.create_task(self._evaluate_during(store), name="evaluation"),
                 tasks.create_task(self._poll_status(), name="status"),
             ]
-            helpers.append(tasks.create_task(self._stop_on_signal(helpers[0]), name="stop"))
+            helpers.append(tasks.create_task(self._stop_on_signal(store, helpers[0]), name="stop"))
             reason = await run
             self.reporter.event("finished", reason=reason)
             store.set_note("finish_reason", reason)
@@ -249,10 +249,11 @@ class _Run:
     async def _load_replica(self, replica_id: str, policy_version: int) -> None:
         await self.clients[replica_id].load_weights(policy_version, deadline_s=self.config.generator.load_deadline_s)
 
-    async def _stop_on_signal(self, evaluation: asyncio.Task[None]) -> None:
+    async def _stop_on_signal(self, store: SqliteStore, evaluation: asyncio.Task[None]) -> None:
         await self.stopping.wait()
         # An evaluation holds weight loads back; a clean stop does not wait for it.
         evaluation.cancel()
+        store.set_note("phase", "stopping")
         self.controller.request_stop("the user asked for it")
 
     async def _poll_status(self) -> None:

@@ -14,7 +14,8 @@ import msgspec
 from rollmill.errors import InvariantViolation, StalenessViolation
 from rollmill.types import Group, WeightManifest
 
-ENDING_PHASES = frozenset({"finishing", "stopping"})
+STOPPING_PHASE = "stopping"
+ENDING_PHASES = frozenset({"finishing", STOPPING_PHASE})
 
 
 class EndReason(enum.Enum):
@@ -57,7 +58,7 @@ def decide_wait(
         report_due_s: `waited_s` at which the next reason is due to be printed.
         recheck_s: longest sleep; a ring may be lost, the truth is in the store.
     """
-    if stop or phase == "stopping":
+    if stop or phase == STOPPING_PHASE:
         return EndReason.STOPPED
     if phase in ENDING_PHASES:
         return EndReason.FINISHED

@@ -23,6 +23,7 @@ from rollmill.config.schema import RollmillConfig
 from rollmill.errors import DeadlineExceeded, Fault, StoreError
 from rollmill.ledger.seconds import SecondsLedger, TrainerCause
 from rollmill.trainer.decisions import (
+    STOPPING_PHASE,
     EndReason,
     GiveUp,
     check_staleness,
@@ -160,11 +161,12 @@ class TrainerLoop:
         began_s = self._clock.now_s()
         report_due_s = report_every_s = self._config.run.stall_report_s
         while True:
-            stop = self._should_stop()
-            if stop:
-                return EndReason.STOPPED
             # the phase before the lease: it turns to "finishing" after the last assignment, so this order loses none
             phase = str(self._store.note("phase", "running"))
+            stop = self._should_stop()
+            if stop or phase == STOPPING_PHASE:
+                # batches may be assigned ahead; a clean stop waits for the step in hand, not for those
+                return EndReason.STOPPED
             batch = self._lease()
             if batch is not None:
                 self._lease_expires_s = batch.expires_s

@@ -20,9 +20,9 @@ def write(tmp_path: Path, text: str) -> Path:
 def test_the_main_job_is_read_as_it_is_written():
     config = load_config(EXAMPLE).config
     assert config.model.source == "smollm2-135m-instruct"
-    assert (config.run.steps, config.schedule.batch_groups, config.schedule.group_size) == (32, 4, 8)
-    assert (config.sampling.max_new_tokens, config.trainer.learning_rate) == (24, 2e-5)
-    assert config.environment.heldout_size == 384
+    assert (config.run.steps, config.schedule.batch_groups, config.schedule.group_size) == (36, 4, 8)
+    assert (config.sampling.max_new_tokens, config.trainer.learning_rate) == (24, 3e-5)
+    assert config.environment.heldout_size == 256
     (task,) = config.environment.tasks
     assert task.name == "basic_arithmetic"
     assert task.options == {

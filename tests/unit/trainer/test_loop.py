@@ -264,6 +264,15 @@ def test_a_stop_finishes_the_step_in_hand_and_writes_a_checkpoint() -> None:
     assert world.store.statistics().assigned_groups == 2
 
 
+def test_a_clean_stop_leaves_batches_that_were_assigned_ahead_for_the_resume() -> None:
+    world = World()
+    world.assign()
+    world.store.set_note("phase", "stopping")
+    assert world.run().reason is EndReason.STOPPED
+    assert world.store.statistics().assigned_groups == 2
+    assert world.store.statistics().trained_groups == 0
+
+
 def test_a_stop_while_waiting_ends_the_wait() -> None:
     world = World()
     world.happenings = [lambda: setattr(world, "stop", True)]
