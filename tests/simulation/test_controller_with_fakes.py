@@ -91,6 +91,19 @@ def test_a_hanging_request_is_dispatched_again_at_its_deadline() -> None:
     assert balanced(world)
 
 
+def test_a_load_that_waited_for_an_evaluation_takes_the_newest_version() -> None:
+    async def evaluate(world: World) -> None:
+        async with world.controller.load_gate.closed(deadline_s=1.0):
+            await asyncio.sleep(5.5)
+
+    # Steps of 1 s: versions 2 to 4 come out while the gate is closed, and the budget of 3 lets no more.
+    world = World(config_of(steps=6, max_staleness=3), step_s=1.0)
+    assert run_virtual(world.run(meanwhile=evaluate), clock=world.clock) == "steps_done"
+    first = world.loaded[0][1]
+    assert first > 2
+    assert [version for _, version in world.loaded] == sorted({version for _, version in world.loaded})
+
+
 def test_a_late_sibling_joins_its_group_while_it_waits() -> None:
     faults = FakeFaults()
     config = config_of(steps=8, group_size=2, member_oversampling=2, reopen_groups=True, batch_groups=3)

@@ -355,16 +355,12 @@ class Controller:
 
     async def _load(self, instruction: LoadWeights) -> None:
         async with self.load_gate.load(deadline_s=self.config.evaluation.deadline_s):
-            await self._load_replica(instruction.replica_id, instruction.policy_version)
-        self._reporter.event(
-            "weights_loaded", replica_id=instruction.replica_id, policy_version=instruction.policy_version
-        )
+            # The version asked for may have been overtaken, and retired, while the load waited for an evaluation.
+            version = max(self._optimizer_steps)
+            await self._load_replica(instruction.replica_id, version)
+        self._reporter.event("weights_loaded", replica_id=instruction.replica_id, policy_version=version)
         self.inbox.put(
-            WeightsLoaded(
-                at_s=self._clock.now_s(),
-                replica_id=instruction.replica_id,
-                policy_version=instruction.policy_version,
-            )
+            WeightsLoaded(at_s=self._clock.now_s(), replica_id=instruction.replica_id, policy_version=version)
         )
 
     # watch

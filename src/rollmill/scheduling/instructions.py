@@ -75,7 +75,7 @@ class AssignBatch(Instruction, frozen=True, kw_only=True):
 
 
 class LoadWeights(Instruction, frozen=True, kw_only=True):
-    """Have a replica load and prove this version."""
+    """Have a replica load and prove this version, or a newer one that was reported as published since."""
 
     replica_id: str
     policy_version: int
