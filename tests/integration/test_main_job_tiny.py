@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -92,13 +94,19 @@ def check_books(summary: dict) -> None:
         assert min(book.values()) > -0.05, process
 
 
-def wait_for_steps(run: Path, count: int, process: subprocess.Popen[str]) -> None:
+def wait_until(predicate: Callable[[], bool], process: subprocess.Popen[str]) -> None:
     until = time.monotonic() + DEADLINE_S
+    while not predicate():
+        # The process's end wakes this wait; otherwise it looks again twenty times a second.
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=0.05)
+            pytest.fail(f"the run ended early: {process.communicate()}")
+        assert time.monotonic() < until, "what the test waits for did not come"
+
+
+def wait_for_steps(run: Path, count: int, process: subprocess.Popen[str]) -> None:
     metrics = run / "metrics.jsonl"
-    while not metrics.exists() or len(lines(metrics)) < count:
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < until, "the run made no step"
-        os.sched_yield()
+    wait_until(lambda: metrics.exists() and len(lines(metrics)) >= count, process)
 
 
 def processes_of(run: Path) -> list[psutil.Process]:
@@ -164,6 +172,23 @@ def test_ctrl_c_stops_cleanly_and_resume_goes_on(tmp_path: Path) -> None:
     assert summary["steps"] == 12
     assert summary["rollouts"]["trained"] == 12 * 2 * 4
     assert [step["step"] for step in lines(run / "metrics.jsonl")] == list(range(1, 13))
+
+
+def test_ctrl_c_before_the_first_step_loses_nothing_and_resume_begins_the_run(tmp_path: Path) -> None:
+    process = rollmill("train", str(write_config(tmp_path, steps=3)))
+    run = tmp_path / "runs" / "tiny"
+    wait_until(lambda: (run / "processes" / "incarnation.json").exists(), process)
+    process.send_signal(signal.SIGINT)
+    status, out, err = finish(process)
+    assert status == 130, err
+    assert f"rollmill train --resume {run}" in out
+    assert processes_of(run) == []
+
+    status, out, err = finish(rollmill("train", "--resume", str(run), "--json"))
+    assert status == 0, err
+    summary = json.loads(out)
+    check_books(summary)
+    assert summary["steps"] == 3
 
 
 @pytest.mark.parametrize("victim", ["generator-0", "trainer", "controller"])
