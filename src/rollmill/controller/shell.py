@@ -127,12 +127,14 @@ class Gate:
         Raises:
             DeadlineExceeded: if one runs for longer.
         """
-        await _within(
-            self._open.wait(),
-            deadline_s,
-            "a weight load waited {} s for an evaluation to end. The generator is slower than expected: raise "
-            "evaluation.deadline_s or lower environment.heldout_size.",
-        )
+        # Another evaluation may have begun between the opening and this task's turn.
+        while not self._open.is_set():
+            await _within(
+                self._open.wait(),
+                deadline_s,
+                "a weight load waited {} s for an evaluation to end. The generator is slower than expected: raise "
+                "evaluation.deadline_s or lower environment.heldout_size.",
+            )
         self._loading += 1
         self._quiet.clear()
         try:

@@ -47,6 +47,27 @@ def test_an_evaluation_waits_for_the_load_under_way_so_that_it_sees_one_version(
     assert order == [("loaded", 3.0), ("evaluating", 3.0)]
 
 
+def test_a_load_does_not_slip_between_two_evaluations() -> None:
+    order: list[str] = []
+
+    async def load(gate: Gate) -> None:
+        async with gate.load(deadline_s=100.0):
+            order.append("load")
+
+    async def main() -> None:
+        gate = Gate()
+        async with asyncio.TaskGroup() as tasks:
+            for number in (1, 2):
+                async with gate.closed(deadline_s=1.0):
+                    if number == 1:
+                        tasks.create_task(load(gate))
+                    await asyncio.sleep(1.0)
+                    order.append(f"evaluation {number}")
+
+    run_virtual(main())
+    assert order == ["evaluation 1", "evaluation 2", "load"]
+
+
 def test_a_load_that_waits_too_long_names_the_setting() -> None:
     async def main() -> None:
         gate = Gate()
