@@ -11,8 +11,9 @@ from rollmill.algorithms.losses import LossStatistics
 class Mismatch(msgspec.Struct, frozen=True, kw_only=True):
     """How far the trainer's log-probs before the update are from the behaviour log-probs, as sums over tokens.
 
-    On tokens of the trainer's own weights the difference is pure numerics (another batch shape, another precision);
-    on older ones it is mostly how far the policy has moved. The two are never mixed.
+    On sequences of the trainer's own weights the difference is pure numerics (another batch shape, another precision);
+    on those with older tokens, or KV of older weights, it is mostly how far the policy has moved. The two are never
+    mixed.
 
     Attributes:
         kl_sum: k3 estimate of KL(behaviour || trainer), summed.
@@ -72,8 +73,8 @@ class StepMetrics(msgspec.Struct, frozen=True, kw_only=True):
         padded_tokens: positions that one padded row per sequence would have taken.
         sequences: sequences in the loss.
         staleness_mean, staleness_max: over sequences in the loss, in optimizer steps.
-        mismatch_fresh: over tokens sampled with the trainer's present weights.
-        mismatch_stale: over older tokens.
+        mismatch_fresh: over sequences sampled with the trainer's present weights alone: pure numerics.
+        mismatch_stale: over all others.
     """
 
     optimizer_step: int

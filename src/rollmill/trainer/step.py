@@ -93,6 +93,25 @@ def warmed_up(learning_rate: float, *, optimizer_step: int, warmup_steps: int) -
     return learning_rate * min(1.0, (optimizer_step + 1) / max(warmup_steps, 1))
 
 
+def fresh_tokens(steps: np.ndarray, *, sequence_index: np.ndarray, optimizer_step: int) -> np.ndarray:
+    """Return bool [tokens]: tokens of sequences that were sampled by the present weights from their first token on.
+
+    A token sampled after a weight swap carries the new version, but its context may be KV of the old weights: such a
+    sequence says nothing about pure numerics.
+
+    Args:
+        steps: int [tokens]: optimizer step of the weights that sampled each token.
+        sequence_index: int [tokens]: which sequence a token belongs to.
+
+    Example:
+        >>> fresh_tokens(np.array([3, 4, 4, 4]), sequence_index=np.array([0, 0, 1, 1]), optimizer_step=4)
+        array([False, False,  True,  True])
+    """
+    oldest = np.full(int(sequence_index.max(initial=-1)) + 1, optimizer_step)
+    np.minimum.at(oldest, sequence_index, steps)
+    return oldest[sequence_index] >= optimizer_step
+
+
 class Trainer:
     """A policy, its optimizer and their update.
 
@@ -214,7 +233,11 @@ class Trainer:
         output.loss.backward()
         sums.loss += float(output.loss.detach())
         sums.statistics += output.statistics
-        fresh = np.array([optimizer_step_of(int(v)) for v in batch.versions]) >= self.optimizer_step
+        fresh = fresh_tokens(
+            np.array([optimizer_step_of(int(version)) for version in batch.versions]),
+            sequence_index=batch.sequence_index,
+            optimizer_step=self.optimizer_step,
+        )
         trainer = proximal.numpy()
         sums.fresh += Mismatch.measure(trainer=trainer[fresh], behaviour=batch.behaviour[fresh])
         sums.stale += Mismatch.measure(trainer=trainer[~fresh], behaviour=batch.behaviour[~fresh])
