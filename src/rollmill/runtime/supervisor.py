@@ -144,6 +144,8 @@ class Supervisor:
     def run(self) -> RunEnd:
         """Run until no child is left."""
         sweep_shared_memory()
+        # What a killed incarnation of this run left there; the lock on the run directory says that nobody uses it.
+        self._clean_shared_memory()
         self._layout.preflight.unlink(missing_ok=True)
         with Doorbell.bind(self._layout.run_directory, SUPERVISOR) as doorbell, _Signals(self._on_signal) as signals:
             self._doorbell = doorbell
