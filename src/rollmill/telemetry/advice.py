@@ -44,11 +44,11 @@ def advise(summary: Mapping[str, Any], *, settings: Mapping[str, Any]) -> list[d
 
 
 def _waiting_trainer(summary: Mapping[str, Any]) -> Iterator[_Advice]:
-    waited = _share(summary, "trainer", "wait_data")
+    waited = _waited_share(summary)
     if waited < NOTABLE:
         return
     idle = _replica_share(summary, "idle")
-    because = f"the trainer waited for data in {waited:.0%} of its time"
+    because = f"after its first batch the trainer waited for data in {waited:.0%} of its time"
     if idle >= NOTABLE:
         yield _Advice(
             weight=waited,
@@ -67,7 +67,7 @@ def _waiting_trainer(summary: Mapping[str, Any]) -> Iterator[_Advice]:
 
 def _waiting_generator(summary: Mapping[str, Any]) -> Iterator[_Advice]:
     idle = _replica_share(summary, "idle")
-    waited = _share(summary, "trainer", "wait_data")
+    waited = _waited_share(summary)
     if idle >= NOTABLE and waited < NOTABLE:
         yield _Advice(
             weight=idle,
@@ -148,6 +148,15 @@ def _shown(one: _Advice, *, settings: Mapping[str, Any]) -> dict[str, str]:
 def _share(summary: Mapping[str, Any], owner: str, cause: str) -> float:
     causes = summary["seconds"].get(owner)
     return causes.get(cause, 0.0) / causes["wall_s"] if causes and causes["wall_s"] > 0 else 0.0
+
+
+def _waited_share(summary: Mapping[str, Any]) -> float:
+    """Return the trainer's share of waiting without that for its first batch, which no setting but the start removes."""
+    causes = summary["seconds"].get("trainer")
+    if not causes or causes["wall_s"] <= 0:
+        return 0.0
+    first_s = summary.get("bound_seconds", {}).get("start", 0.0)
+    return max(0.0, causes.get("wait_data", 0.0) - first_s) / causes["wall_s"]
 
 
 def _replica_share(summary: Mapping[str, Any], cause: str) -> float:

@@ -182,6 +182,13 @@ def test_stale_drops_advise_less_oversampling():
     assert ("lower", "schedule.group_oversampling") in advice_of(sound(rollouts=rollouts))
 
 
+def test_the_wait_for_the_first_batch_is_not_held_against_the_generator():
+    seconds = seconds_of({"train": 60.0, "wait_data": 40.0}, {"decode": 95.0, "idle": 5.0})
+    # 40 s waited, 30 s of them before the first batch: 10 % of the time is left, which is not notable
+    assert ("raise", "generator.max_slots") in advice_of(sound(**seconds, bound_seconds={"trainer": 60.0}))
+    assert advice_of(sound(**seconds, bound_seconds={"start": 30.0, "trainer": 60.0})) == []
+
+
 def test_a_balanced_run_gets_no_advice():
     seconds = seconds_of({"train": 95.0, "wait_data": 5.0}, {"decode": 95.0, "idle": 5.0})
     assert sound(**seconds)["advice"] == []
