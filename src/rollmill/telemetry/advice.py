@@ -151,7 +151,7 @@ def _share(summary: Mapping[str, Any], owner: str, cause: str) -> float:
 
 
 def _waited_share(summary: Mapping[str, Any]) -> float:
-    """Return the trainer's share of waiting without that for its first batch, which no setting but the start removes."""
+    """Return the trainer's share of waiting without that for its first batch, which no setting removes."""
     causes = summary["seconds"].get("trainer")
     if not causes or causes["wall_s"] <= 0:
         return 0.0
