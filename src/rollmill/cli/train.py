@@ -122,6 +122,6 @@ def _finish(directory: RunDirectory, layout: ProcessLayout, end: RunEnd, *, as_j
     if summary is not None:
         check_books(summary)
     if end.interrupted:
-        if summary is None and not as_json:
-            click.echo(f"Stopped. Go on with: {resume}")
+        if summary is None:
+            show({"interrupted": True, "resume": resume}, text=f"Stopped. Go on with: {resume}", as_json=as_json)
         sys.exit(INTERRUPTED_STATUS)
