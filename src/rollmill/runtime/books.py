@@ -102,7 +102,7 @@ def _of_life(process: str, book: ProcessSeconds | None, *, wall_s: float) -> Sec
     own = SecondsReport(owner=process, wall_s=own_wall_s, seconds=book.seconds)
     own.validate()
     rest_s = wall_s - own_wall_s
-    cause = "teardown" if book.final and rest_s <= TEARDOWN_LIMIT_S else "lost"
+    cause = "teardown" if rest_s <= TEARDOWN_LIMIT_S else "lost"
     return SecondsReport(owner=process, wall_s=wall_s, seconds={**book.seconds, cause: rest_s})
 
 

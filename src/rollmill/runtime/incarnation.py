@@ -72,18 +72,13 @@ class Segment(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ProcessSeconds(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the seconds of one process went, from spawn to `closed_at_s`.
-
-    Attributes:
-        final: the process closed its books and ended; otherwise a copy from while it ran.
-    """
+    """Where the seconds of one process went, from spawn to the close of its books."""
 
     process: str
     incarnation: int
     spawned_at_s: float
     closed_at_s: float
     seconds: dict[str, float]
-    final: bool = True
 
 
 def write_record(path: Path, record: Any) -> None:

@@ -25,7 +25,6 @@ class ProcessLayout:
         self.weights = run_directory / "weights"
         self.checkpoints = run_directory / "checkpoints"
         self.failure = run_directory / "failure.json"
-        self.summary = run_directory / "summary.json"
         self.incarnation = self.processes / "incarnation.json"
         self.preflight = self.processes / "preflight.json"
 

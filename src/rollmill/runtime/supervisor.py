@@ -59,7 +59,6 @@ class Action(enum.Enum):
     """What the supervisor must do."""
 
     NOTHING = "nothing"
-    START_WORKERS = "start_workers"
     STOP_CLEANLY = "stop_cleanly"
     END_OTHERS = "end_others"
     FAIL = "fail"
@@ -215,7 +214,7 @@ class Supervisor:
 
     def _act(self, action: Action) -> None:
         match action:
-            case Action.NOTHING | Action.START_WORKERS:
+            case Action.NOTHING:
                 return
             case Action.STOP_CLEANLY:
                 self._children[CONTROLLER].send(signal.SIGTERM)
