@@ -293,7 +293,7 @@ class Canary(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         token_ids: int32 [n].
         logprobs: float32 [n - 1]: log-prob of token i + 1 given tokens up to i, temperature 1.
-        tolerance: largest accepted absolute difference per token, for equal precision.
+        tolerance: largest accepted absolute difference per token; depends on the precisions of both sides.
     """
 
     token_ids: np.ndarray

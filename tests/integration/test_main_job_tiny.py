@@ -154,6 +154,15 @@ def test_budget_zero_is_the_synchronous_loop(tmp_path: Path) -> None:
     assert {len(rollout["version_spans"]) for rollout in rollouts} == {1}
 
 
+def test_both_sides_in_bfloat16_pass_the_canary_and_train(tmp_path: Path) -> None:
+    config = str(write_config(tmp_path, steps=2))
+    precision = ["--set", "generator.dtype=bfloat16", "--set", "trainer.dtype=bfloat16"]
+    status, out, err = finish(rollmill("train", config, "--json", *precision))
+    assert status == 0, err
+    check_books(json.loads(out))
+    assert json.loads(out)["steps"] == 2
+
+
 def test_ctrl_c_stops_cleanly_and_resume_goes_on(tmp_path: Path) -> None:
     process = rollmill("train", str(write_config(tmp_path, steps=12)))
     run = tmp_path / "runs" / "tiny"

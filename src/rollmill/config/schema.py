@@ -320,11 +320,11 @@ class WeightSettings(Section):
     canary_tolerance: float = knob(
         1e-3, unit="nats", raising="tolerates more numerical difference", lowering="stricter", gt=0
     )
-    """Largest difference per token between trainer and engine on the canary, in equal precision."""
+    """Largest difference per token between trainer and engine on the canary, where both compute in float32."""
     canary_tolerance_mixed: float = knob(
         0.5, unit="nats", raising="tolerates more numerical difference", lowering="stricter", gt=0
     )
-    """The same across precisions (float32 against bfloat16)."""
+    """The same where either side computes in bfloat16."""
 
 
 class RollmillConfig(Section):

@@ -284,7 +284,9 @@ def test_the_canary_is_what_a_plain_forward_gives() -> None:
     assert canary.tolerance == 1e-3
 
 
-def test_the_canary_of_another_serving_precision_has_the_wider_tolerance() -> None:
+def test_the_canary_has_the_wider_tolerance_where_either_side_computes_in_bfloat16() -> None:
+    both = trainer(generator={"dtype": "bfloat16"}, trainer={"dtype": "bfloat16"})
+    assert both.canary(np.arange(4)).tolerance == 0.5
     assert trainer(generator={"dtype": "bfloat16"}).canary(np.arange(4)).tolerance == 0.5
 
 
