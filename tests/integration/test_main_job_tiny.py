@@ -47,10 +47,12 @@ max_new_tokens = 12
 [generator]
 max_slots = 16
 max_model_len = 256
+dtype = "float32"
 
 [trainer]
 learning_rate = 1e-3
 checkpoint_every_steps = 4
+dtype = "float32"
 
 [schedule]
 batch_groups = 2
