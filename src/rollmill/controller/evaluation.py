@@ -12,10 +12,11 @@ from collections.abc import Awaitable, Callable, Sequence
 import msgspec
 
 from rollmill.clock import Clock
+from rollmill.controller.translate import why_not_counted
 from rollmill.environments.protocol import Environment
 from rollmill.environments.rendering import MessageRenderer
 from rollmill.errors import DeadlineExceeded, Fault
-from rollmill.types import GenerateRequest, SamplingParams, Task, Turn, derive_seed, raw_reward_of
+from rollmill.types import GenerateRequest, SamplingParams, StopReason, Task, Turn, derive_seed, raw_reward_of
 
 Generate = Callable[[GenerateRequest], Awaitable[Turn]]
 
@@ -27,6 +28,7 @@ class EvaluationResult(msgspec.Struct, frozen=True, kw_only=True):
         correct: tasks with a raw reward of 1.
         n: tasks with a verdict.
         unscored: tasks without one.
+        unscored_reasons: why, each reason once.
         policy_versions: distinct versions that sampled the answers; one, if loads were held back.
         temperature, max_new_tokens: sampling used.
         wall_s: time it took.
@@ -35,12 +37,21 @@ class EvaluationResult(msgspec.Struct, frozen=True, kw_only=True):
     correct: int
     n: int
     unscored: int
+    unscored_reasons: tuple[str, ...]
     mean_reward: float
     mean_tokens: float
     policy_versions: tuple[int, ...]
     temperature: float
     max_new_tokens: int
     wall_s: float
+
+
+class Answer(msgspec.Struct, frozen=True, kw_only=True):
+    """What became of one held-out task; without a reward there is a reason."""
+
+    reward: float | None = None
+    turn: Turn | None = None
+    reason: str = ""
 
 
 async def evaluate(
@@ -71,7 +82,7 @@ async def evaluate(
     """
     started_s = clock.now_s()
     gate = asyncio.Semaphore(concurrency)
-    answers: list[tuple[float | None, Turn | None]] = []
+    answers: list[Answer] = []
 
     async def one(index: int, task: Task) -> None:
         async with gate:
@@ -115,7 +126,7 @@ async def _answer(
     generate: Generate,
     sampling: SamplingParams,
     deadline_s: float,
-) -> tuple[float | None, Turn | None]:
+) -> Answer:
     observation = environment.reset(task)
     request = GenerateRequest(
         request_id=request_id,
@@ -125,22 +136,24 @@ async def _answer(
     )
     try:
         turn = await generate(request)
-    except Fault:
-        return None, None
+    except Fault as fault:
+        return Answer(reason=f"{type(fault).__name__}: {fault}")
+    if turn.stop_reason in (StopReason.ABORT, StopReason.ERROR):
+        # Cut by a deadline or a lost engine: the policy was not heard out, so this is no wrong answer.
+        return Answer(reason=f"generation ended with {turn.stop_reason.value}")
     outcome = await environment.score(task, reply=renderer.decode(turn.output_ids))
-    return raw_reward_of(outcome), turn
+    return Answer(reward=raw_reward_of(outcome), turn=turn, reason=why_not_counted(outcome))
 
 
-def _result(
-    answers: Sequence[tuple[float | None, Turn | None]], *, temperature: float, max_new_tokens: int, wall_s: float
-) -> EvaluationResult:
-    rewards = [reward for reward, _ in answers if reward is not None]
-    turns = [turn for _, turn in answers if turn is not None]
+def _result(answers: Sequence[Answer], *, temperature: float, max_new_tokens: int, wall_s: float) -> EvaluationResult:
+    rewards = [answer.reward for answer in answers if answer.reward is not None]
+    turns = [answer.turn for answer in answers if answer.turn is not None]
     versions = {span.policy_version for turn in turns for span in turn.version_spans}
     return EvaluationResult(
         correct=sum(reward >= 1.0 for reward in rewards),
         n=len(rewards),
         unscored=len(answers) - len(rewards),
+        unscored_reasons=tuple(sorted({answer.reason for answer in answers if answer.reward is None})),
         mean_reward=sum(rewards) / len(rewards) if rewards else 0.0,
         mean_tokens=sum(len(turn.output_ids) for turn in turns) / len(turns) if turns else 0.0,
         policy_versions=tuple(sorted(versions)),

@@ -48,6 +48,8 @@ def test_ringing_where_nobody_listens_does_nothing(tmp_path):
     ring(tmp_path, "nobody")
     Doorbell.bind(tmp_path, "gone").close()
     ring(tmp_path, "gone")
+    with Doorbell.bind(tmp_path, "gone") as bell:
+        assert bell.drain() == 0
 
 
 def test_ringing_never_blocks_however_many_rings_wait(tmp_path):

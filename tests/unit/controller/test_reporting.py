@@ -12,6 +12,7 @@ def result(*, correct: int, n: int, unscored: int = 0) -> EvaluationResult:
         correct=correct,
         n=n,
         unscored=unscored,
+        unscored_reasons=("generation ended with abort",) if unscored else (),
         mean_reward=0.5,
         mean_tokens=9.0,
         policy_versions=(3, 4),
