@@ -139,6 +139,13 @@ def _deadlines(config: RollmillConfig) -> Iterator[str]:
             "would end before it reports why. Nearest valid values: run.stall_report_s below "
             f"{run.stall_limit_s:g}, or run.stall_limit_s above {run.stall_report_s:g}."
         )
+    if run.on_generator_loss == "wait" and run.replica_deadline_s >= run.stall_limit_s:
+        yield (
+            f'run.on_generator_loss is "wait" with run.replica_deadline_s {run.replica_deadline_s:g} s, and '
+            f"run.stall_limit_s is {run.stall_limit_s:g} s: the run would end as stalled before the wait does. Nearest "
+            f"valid values: run.replica_deadline_s below {run.stall_limit_s:g}, or run.stall_limit_s above "
+            f"{run.replica_deadline_s:g}."
+        )
 
 
 def _algorithm(config: RollmillConfig) -> Iterator[str]:

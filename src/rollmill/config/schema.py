@@ -47,6 +47,21 @@ class RunSettings(Section):
         60.0, unit="s", raising="more time to finish a step and a checkpoint", lowering="faster forced stop", gt=0
     )
     """On Ctrl-C, time for the processes to stop cleanly before they are killed."""
+    on_generator_loss: Literal["restart", "wait", "degrade", "stop"] = knob("restart")
+    """A replica process died or serves nothing any more: `restart` it with the newest weights, `wait` for somebody to
+    start it, `degrade` to the replicas that are left (without any, train what is buffered and end), or `stop` the run."""
+    on_trainer_loss: Literal["restart", "stop"] = knob("stop")
+    """The trainer died: `restart` it from the newest checkpoint while the generator lives on, or `stop` the run."""
+    on_controller_loss: Literal["restart", "stop"] = knob("stop")
+    """The controller died: `restart` it on its journal while trainer and generator live on, or `stop` the run."""
+    restart_budget: int = knob(
+        3, unit="restarts", raising="tolerates a flakier process", lowering="a broken process ends the run sooner", ge=0
+    )
+    """Restarts of one process without an optimizer step between them; a step gives all of them back."""
+    replica_deadline_s: float = knob(
+        300.0, unit="s", raising="more time to start a replica by hand", lowering="the run ends sooner", gt=0
+    )
+    """With `on_generator_loss = "wait"`: how long the run waits for a lost replica to come back."""
 
 
 class ModelSettings(Section):
