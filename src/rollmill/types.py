@@ -134,6 +134,24 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
         check_spans(self.version_spans, n_tokens=len(self.output_ids))
 
 
+class Wave(msgspec.Struct, frozen=True, kw_only=True):
+    """Requests that an engine runs together, alone and in a fixed order (deterministic mode).
+
+    What floating-point arithmetic gives depends on which rows share a pass. An engine holds the requests of a wave
+    until all have come, starts them in order of `index` on an empty batch with no cached prefix, and lets nothing else
+    in until the last has ended. A wave that loses a request fails whole.
+
+    Attributes:
+        wave_id: unique; a wave that is started again has another.
+        size: requests in the wave.
+        index: place of this one, from 0.
+    """
+
+    wave_id: str
+    size: int
+    index: int
+
+
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One generation call: one sample per request, prompt ids in, sampled ids out.
 
@@ -143,6 +161,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
         group_key: requests with equal key and prompt share one prefill.
         deadline_s: seconds the caller will wait, counted from arrival; past it the request is aborted.
         min_policy_version: refuse (and let the caller retry elsewhere) if the engine serves an older one.
+        wave: what it runs together with; `None` lets it join whatever runs.
     """
 
     request_id: str
@@ -151,6 +170,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     group_key: str = ""
     deadline_s: float = 120.0
     min_policy_version: int = 0
+    wave: Wave | None = None
 
 
 class Scored(msgspec.Struct, frozen=True, kw_only=True, tag="scored"):

@@ -16,6 +16,7 @@ import math
 
 from rollmill.scheduling.lifecycle import open_group
 from rollmill.scheduling.state import State
+from rollmill.scheduling.waves import open_wave
 
 _ROUNDING = 1e-9
 
@@ -90,6 +91,9 @@ def admit(state: State) -> None:
     if state.loaded_step is None or state.stopping or state.halted:
         return
     settings = state.settings
+    if settings.deterministic:
+        open_wave(state)
+        return
     promised = promised_groups(state)
     room = min(
         ceiling_groups(state) - promised,

@@ -79,6 +79,9 @@ class GroupRecord:
         counting: finished members that enter baseline and loss.
         rejoin: a sibling came after `CloseGroup` was sent; close again over the larger set.
         buffered: ledger ids of the members that will be trained.
+        wave: number of the wave it was opened with (deterministic mode), else 0.
+        wave_start: place of its first member in that wave.
+        wave_size: rollouts of that wave.
     """
 
     seq: int
@@ -95,6 +98,9 @@ class GroupRecord:
     closing_since_s: float = 0.0
     expires_step: int = 0
     buffered: tuple[str, ...] = ()
+    wave: int = 0
+    wave_start: int = 0
+    wave_size: int = 0
 
 
 @dataclass(slots=True)

@@ -6,6 +6,8 @@ import enum
 
 import msgspec
 
+from rollmill.types import Wave
+
 
 class DropReason(enum.Enum):
     """Why an admitted rollout will never be trained."""
@@ -23,6 +25,8 @@ class DropReason(enum.Enum):
     DATA_FAILURE = "data_failure"
     ABANDONED_HISTORY = "abandoned_history"
     LOST_IN_RESTART = "lost_in_restart"
+    WAVE_RESTARTED = "wave_restarted"
+    """Deterministic mode: its wave was lost in part, and is started again whole."""
     STOPPED = "stopped"
 
 
@@ -35,6 +39,7 @@ class StartRollout(Instruction, frozen=True, kw_only=True):
 
     Attributes:
         deadline_s: controller clock; the core aborts the rollout itself at a later event, the shell passes it on.
+        wave: in deterministic mode, what its first generation runs together with.
     """
 
     rollout_id: str
@@ -43,6 +48,7 @@ class StartRollout(Instruction, frozen=True, kw_only=True):
     sibling: int
     attempt: int
     deadline_s: float
+    wave: Wave | None = None
 
 
 class AbortRollout(Instruction, frozen=True, kw_only=True):

@@ -11,11 +11,14 @@ from rollmill.scheduling.events import GroupClosed, RolloutFinished
 from rollmill.scheduling.groups import PENDING, GroupRecord, GroupState, Member, MemberState
 from rollmill.scheduling.instructions import AbortRollout, CloseGroup, DropGroup, DropReason, StartRollout
 from rollmill.scheduling.state import State
+from rollmill.types import Wave
 
 _REASON_ORDER = tuple(DropReason)
 
 
-def open_group(state: State, *, task_index: int, floor_step: int) -> None:
+def open_group(
+    state: State, *, task_index: int, floor_step: int, wave: int = 0, wave_start: int = 0, wave_size: int = 0
+) -> None:
     """Admit a group and dispatch all its members."""
     settings = state.settings
     seq, state.next_seq = state.next_seq, state.next_seq + 1
@@ -31,6 +34,9 @@ def open_group(state: State, *, task_index: int, floor_step: int) -> None:
             Member(sibling=i, member_id=f"{group_id}/{i}")
             for i in range(settings.group_size + settings.member_oversampling)
         ],
+        wave=wave,
+        wave_start=wave_start,
+        wave_size=wave_size,
     )
     state.book.add(group)
     state.add_deadline(group.deadline_s, kind="group", key=group_id)
@@ -58,8 +64,15 @@ def start(state: State, group: GroupRecord, member: Member) -> None:
             sibling=member.sibling,
             attempt=member.attempt,
             deadline_s=member.deadline_s,
+            wave=_place_in_wave(group, member),
         )
     )
+
+
+def _place_in_wave(group: GroupRecord, member: Member) -> Wave | None:
+    if not group.wave:
+        return None
+    return Wave(wave_id=f"w{group.wave:06d}", size=group.wave_size, index=group.wave_start + member.sibling)
 
 
 def on_rollout_finished(state: State, event: RolloutFinished) -> None:

@@ -11,6 +11,7 @@ class SchedulerSettings(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         total_steps: optimizer steps after which the run is finished.
         data_limit: task draws available in the whole run; `None` never ends.
+        deterministic: sample in waves; see `rollmill.scheduling.waves`.
     """
 
     batch_groups: int
@@ -32,3 +33,4 @@ class SchedulerSettings(msgspec.Struct, frozen=True, kw_only=True):
     prior_group_s: float = 15.0
     prior_yield: float = 0.5
     data_limit: int | None = None
+    deterministic: bool = False

@@ -37,6 +37,25 @@ class StalenessBook:
 
 
 @dataclass(slots=True)
+class WaveBook:
+    """Deterministic mode: the wave that runs, and where each step began in the data.
+
+    Attributes:
+        opened: waves opened in the whole run; numbers the next one.
+        first_task: task number that the newest wave began with.
+        losses: times that the newest wave was lost in part and started again whole.
+        again: the next wave is such a second start.
+        first_task_of_step: optimizer step -> task number that its first wave began with.
+    """
+
+    opened: int = 0
+    first_task: int = 0
+    losses: int = 0
+    again: bool = False
+    first_task_of_step: dict[int, int] = field(default_factory=lambda: dict[int, int]())
+
+
+@dataclass(slots=True)
 class State:
     """Everything the core knows.
 
@@ -93,6 +112,7 @@ class State:
     waits_for_old: int = 0
     waits_for_old_s: float = 0.0
     staleness: StalenessBook = field(default_factory=StalenessBook)
+    waves: WaveBook = field(default_factory=WaveBook)
     seconds_bound: dict[str, float] = field(default_factory=lambda: dict[str, float]())
     stories: dict[str, deque[str]] = field(default_factory=lambda: dict[str, deque[str]]())
     finished_stories: deque[str] = field(default_factory=lambda: deque[str]())

@@ -31,6 +31,8 @@ def validate(state: State) -> None:
     _check_attempts(state)
     _check_books(state)
     _check_batches(state)
+    if state.settings.deterministic:
+        _check_wave(state)
 
 
 def _check_indexes(state: State) -> None:
@@ -71,6 +73,15 @@ def _check_attempts(state: State) -> None:
         pending += len(here)
     indexed = len(state.attempts) + len(state.parked)
     _require(pending == indexed, f"{indexed} attempts are indexed, {pending} members run or wait")
+
+
+def _check_wave(state: State) -> None:
+    groups = list(state.book.unassigned.values())
+    places = state.settings.batch_groups
+    _require(len(groups) <= places, f"{len(groups)} groups are unassigned, a batch has {places} places")
+    mixed = {group.wave for group in groups if group.state in UNFINISHED} - {state.waves.opened}
+    _require(not mixed, f"groups of waves {sorted(mixed)} are unfinished while wave {state.waves.opened} runs")
+    _require(not state.parked, f"{len(state.parked)} rollouts wait for a replica outside of any wave")
 
 
 def _check_books(state: State) -> None:
