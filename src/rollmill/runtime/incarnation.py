@@ -28,6 +28,7 @@ class Incarnation(msgspec.Struct, frozen=True, kw_only=True):
         trained_group_ids: groups of the surviving history.
         abandoned_versions: policy versions published after the commit point.
         parent_version: version the checkpoint's weights were published as, if any.
+        repairs: what was damaged or lost and what was used instead, in words, over all starts of the run.
     """
 
     number: int
@@ -37,6 +38,7 @@ class Incarnation(msgspec.Struct, frozen=True, kw_only=True):
     trained_group_ids: tuple[str, ...] = ()
     abandoned_versions: tuple[int, ...] = ()
     parent_version: int | None = None
+    repairs: tuple[str, ...] = ()
 
 
 class Preflight(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,7 +1,8 @@
 """Bringing a run directory back to its commit point before its processes start again.
 
 The commit point is the newest checkpoint that verifies: what it lists is trained, what came after it belongs to an
-abandoned history.
+abandoned history: later checkpoints are set aside, later versions are abandoned. Whatever was passed over is said in
+words. A crash at any point of this leaves a directory on which it can be done again.
 """
 
 from __future__ import annotations
@@ -12,10 +13,11 @@ import msgspec
 
 from rollmill.buffer.protocol import CommitPoint
 from rollmill.buffer.sqlite import SqliteStore
-from rollmill.errors import CheckpointError
+from rollmill.errors import CheckpointError, WeightError
 from rollmill.runtime.incarnation import Incarnation, read_record, write_record
 from rollmill.runtime.layout import ProcessLayout
-from rollmill.weights.checkpoint import Checkpoint, latest_checkpoint
+from rollmill.weights.checkpoint import Checkpoint, latest_checkpoint, list_checkpoints, set_aside_newer
+from rollmill.weights.manifests import Manifests
 
 
 def first_incarnation(layout: ProcessLayout) -> Incarnation:
@@ -30,11 +32,14 @@ def next_incarnation(layout: ProcessLayout) -> Incarnation:
 
     Raises:
         RunDirectoryError: if the records of the earlier start are missing or damaged.
-        StoreError: if the store cannot be reconciled.
+        CheckpointError: if there are checkpoints and none of them verifies.
+        StoreError: if the store is damaged or cannot be reconciled.
     """
     before = read_record(layout.incarnation, Incarnation)
     checkpoint = newest_checkpoint(layout.checkpoints)
     commit = commit_point(checkpoint)
+    # Before the store follows: the checkpoint that was chosen now must be the one that is chosen after a crash here.
+    moved = set_aside_newer(layout.checkpoints, than=commit.optimizer_step)
     store = SqliteStore(layout.store)
     try:
         reconciliation = store.reconcile(commit)
@@ -48,8 +53,11 @@ def next_incarnation(layout: ProcessLayout) -> Incarnation:
         optimizer_step=commit.optimizer_step,
         checkpoint=None if checkpoint is None else str(checkpoint.path),
         trained_group_ids=reconciliation.trained_group_ids,
-        abandoned_versions=reconciliation.abandoned_versions,
+        abandoned_versions=abandoned_versions(
+            layout.weights, commit=commit, recorded=reconciliation.abandoned_versions
+        ),
         parent_version=None if checkpoint is None else commit.policy_version,
+        repairs=(*before.repairs, *_said(checkpoint, moved)),
     )
     for stale in layout.processes.glob("*.address.json"):
         stale.unlink()
@@ -59,10 +67,47 @@ def next_incarnation(layout: ProcessLayout) -> Incarnation:
 
 
 def newest_checkpoint(root: Path) -> Checkpoint | None:
-    """Return the newest checkpoint that verifies, or `None` if the run stopped before its first."""
-    if not root.exists() or not any(root.glob("step-*")):
-        return None
-    return latest_checkpoint(root)
+    """Return the newest checkpoint that verifies, or `None` if the run stopped before its first was complete.
+
+    Raises:
+        CheckpointError: if there are some and none verifies.
+    """
+    return latest_checkpoint(root) if list_checkpoints(root) else None
+
+
+def abandoned_versions(weights: Path, *, commit: CommitPoint, recorded: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the versions that no surviving history has, ascending.
+
+    The books know those whose step was recorded; a trainer that is killed between publication and record leaves one
+    that only the repository knows. A later version without further updates has the checkpoint's own weights.
+
+    Args:
+        weights: folder of the model repository.
+        recorded: as the reconciliation of the store returned them.
+    """
+    folder = weights / "manifests"
+    if not folder.is_dir():
+        return recorded
+    manifests = Manifests(folder)
+    later = [version for version in manifests.versions() if version > commit.policy_version]
+    return tuple(sorted({*recorded, *(v for v in later if _is_later(manifests, v, commit=commit))}))
+
+
+def _is_later(manifests: Manifests, version: int, *, commit: CommitPoint) -> bool:
+    try:
+        return manifests.read(version).optimizer_step > commit.optimizer_step
+    except WeightError:
+        # Nobody can say any more what it was: nothing that it sampled is trained.
+        return True
+
+
+def _said(checkpoint: Checkpoint | None, moved: tuple[Path, ...]) -> tuple[str, ...]:
+    if not moved:
+        return ()
+    skipped = checkpoint.skipped if checkpoint is not None else ()
+    used = "the start" if checkpoint is None else f"checkpoint {checkpoint.path.name}"
+    names = ", ".join(path.name for path in moved)
+    return (*skipped, f"The run went on from {used}; set aside: {names}. Steps after it are made again.")
 
 
 def commit_point(checkpoint: Checkpoint | None) -> CommitPoint:

@@ -7,6 +7,7 @@ from rollmill.weights.checkpoint import (
     list_checkpoints,
     model_files,
     read_checkpoint,
+    set_aside_newer,
     write_checkpoint,
 )
 from rollmill.weights.inspection import ModelFacts, inspect
@@ -32,6 +33,7 @@ __all__ = [
     "prepare",
     "read_checkpoint",
     "resolve_transport",
+    "set_aside_newer",
     "sweep_shared_memory",
     "write_checkpoint",
 ]

@@ -3,7 +3,9 @@
 A checkpoint is a folder `step-000020` that `transformers` (and `rollmill eval`) can load as a model, with the
 optimizer's state and `checkpoint.json` beside it. The rename of the folder is the commit point of the run: before it
 the step never happened, after it everything `checkpoint.json` lists is trained. Decides which old ones go and which
-is the newest that can be trusted. torch is imported only where tensors are written or loaded.
+is the newest that can be trusted. A folder of a later step than the one that a run goes on from belongs to no history
+any more; it is set aside under another name, so that it can never win later. torch is imported only where tensors are
+written or loaded.
 """
 
 from __future__ import annotations
@@ -36,6 +38,7 @@ FORMAT_VERSION = 1
 MODEL_FILE = "model.safetensors"
 OPTIMIZER_FILE = "optimizer.safetensors"
 RECORD_FILE = "checkpoint.json"
+SET_ASIDE = "set-aside"
 _NAME = re.compile(r"step-(\d{6,})")
 
 
@@ -92,6 +95,8 @@ def write_checkpoint(
 ) -> Path:
     """Write a checkpoint durably, then remove the oldest beyond `keep`.
 
+    Only folders up to this step count for `keep`: what was just written is the newest that is known to be good.
+
     Args:
         root: folder of the run's checkpoints.
         model_tensors: distinct parameters by their Hugging Face names.
@@ -133,9 +138,40 @@ def write_checkpoint(
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
+    set_aside_newer(root, than=optimizer_step)
     for old in _found(root)[: -max(keep, 1)]:
         shutil.rmtree(old)
     return path
+
+
+def set_aside_newer(root: str | Path, *, than: int | None) -> tuple[Path, ...]:
+    """Rename the checkpoints of later steps, so that no later start takes them; return the new folders.
+
+    A run that goes on from an older checkpoint makes those steps again. The folders of the abandoned history stay for
+    a person to look at, or to put back before the run has gone on.
+
+    Args:
+        root: folder of the run's checkpoints.
+        than: optimizer step that the run goes on from; `None` sets all aside.
+    """
+    moved: list[Path] = []
+    for path in list_checkpoints(root):
+        if than is None or _step_of(path) > than:
+            target = _free_name(path)
+            os.rename(path, target)
+            moved.append(target)
+    if moved:
+        fsync_directory(Path(root))
+    return tuple(moved)
+
+
+def _free_name(path: Path) -> Path:
+    target = path.with_name(f"{path.name}.{SET_ASIDE}")
+    number = 1
+    while target.exists():
+        number += 1
+        target = path.with_name(f"{path.name}.{SET_ASIDE}-{number}")
+    return target
 
 
 def model_files(model_directory: str | Path) -> tuple[Path, ...]:
@@ -189,7 +225,10 @@ def latest_checkpoint(root: str | Path) -> Checkpoint:
         except CheckpointError as error:
             skipped.append(f"{path.name} was skipped: {error}")
     reasons = " ".join(skipped) if skipped else "No step was saved before the run ended."
-    raise CheckpointError(f"there is no usable checkpoint in {root}. {reasons} Start a new run.")
+    raise CheckpointError(
+        f"there is no usable checkpoint in {root}. {reasons} Restore one from a copy; or move these folders away and "
+        "resume: the run then begins at step 0 with the samples that it has. Or start a new run."
+    )
 
 
 def list_checkpoints(root: str | Path) -> Sequence[Path]:
@@ -198,8 +237,11 @@ def list_checkpoints(root: str | Path) -> Sequence[Path]:
 
 
 def _found(root: Path) -> list[Path]:
-    steps = [(int(match[1]), path) for path in root.iterdir() if (match := _NAME.fullmatch(path.name))]
-    return [path for _, path in sorted(steps)]
+    return sorted((path for path in root.iterdir() if _NAME.fullmatch(path.name)), key=_step_of)
+
+
+def _step_of(path: Path) -> int:
+    return int(path.name.removeprefix("step-"))
 
 
 def _remove_leftovers(root: Path) -> None:

@@ -13,6 +13,7 @@ from rollmill.weights import (
     list_checkpoints,
     model_files,
     read_checkpoint,
+    set_aside_newer,
     write_checkpoint,
 )
 
@@ -131,6 +132,40 @@ def test_a_step_of_an_abandoned_history_is_replaced(tmp_path):
     assert read_checkpoint(tmp_path / "step-000003").model_tensors()["w"].tolist() == [2.0, 2.0, 2.0]
 
 
+def test_a_checkpoint_that_a_run_did_not_go_on_from_never_wins_later(tmp_path):
+    """A run of steps 6 and 9 goes on from 6 (9 could not be read), makes step 7, and is killed again."""
+    for step in (6, 9):
+        write(tmp_path, step)
+    moved = set_aside_newer(tmp_path, than=6)
+    assert [path.name for path in moved] == ["step-000009.set-aside"]
+    write(tmp_path, 7)
+    # Its bytes are as good as ever; only its history is gone.
+    assert latest_checkpoint(tmp_path).optimizer_step == 7
+    assert (tmp_path / "step-000009.set-aside" / "model.safetensors").exists()
+
+
+def test_nothing_set_aside_is_ever_overwritten(tmp_path):
+    for value in (1.0, 2.0, 3.0):
+        write(tmp_path, 9, value=value)
+        set_aside_newer(tmp_path, than=None)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "step-000009.set-aside",
+        "step-000009.set-aside-2",
+        "step-000009.set-aside-3",
+    ]
+
+
+@pytest.mark.parametrize("keep", [1, 2])
+def test_retention_never_removes_the_checkpoint_that_was_just_written(tmp_path, keep):
+    """Folders of later steps belong to an abandoned history, or are damaged: they do not count for `keep`."""
+    for step in (6, 8, 9):
+        write(tmp_path, step)
+    flip(tmp_path / "step-000009" / "model.safetensors", -1)
+    assert write(tmp_path, 7, keep=keep).is_dir()
+    assert latest_checkpoint(tmp_path).optimizer_step == 7
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["step-000006", "step-000007"][-keep:]
+
+
 @pytest.mark.parametrize(
     ("name", "at", "word"),
     [
@@ -181,7 +216,7 @@ def test_without_a_usable_checkpoint_the_reasons_are_given(tmp_path):
     with pytest.raises(CheckpointError, match="No step was saved"):
         latest_checkpoint(tmp_path / "absent")
     flip(write(tmp_path, 1) / "model.safetensors", -1)
-    with pytest.raises(CheckpointError, match=r"step-000001 was skipped: .* Start a new run"):
+    with pytest.raises(CheckpointError, match=r"step-000001 was skipped: .* move these folders away and resume"):
         latest_checkpoint(tmp_path)
 
 

@@ -1,0 +1,128 @@
+"""A run that goes on: from the newest checkpoint that verifies, with everything later abandoned in words."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+
+from buffer_builders import a_step, assign, commit_at, put
+from rollmill.buffer import SqliteStore
+from rollmill.errors import CheckpointError
+from rollmill.runtime.layout import ProcessLayout
+from rollmill.runtime.resume import abandoned_versions, first_incarnation, next_incarnation
+from rollmill.weights import LocalModelRepository, write_checkpoint
+
+
+def a_run(root: Path, *, steps: int) -> ProcessLayout:
+    """One group per step, assigned and trained; version 1 is the start, version n + 1 has n updates."""
+    layout = ProcessLayout(root)
+    layout.processes.mkdir()
+    first_incarnation(layout)
+    store = SqliteStore(layout.store)
+    publish(layout, step=0)
+    for step in range(1, steps + 1):
+        store.apply(put(f"g{step}", journal=(b"e",)))
+        store.apply(assign(step, f"g{step}", step=step - 1))
+        store.lease_batch(optimizer_step=step - 1, owner="trainer", now_s=0.0, lease_s=9.0)
+        publish(layout, step=step)
+        store.record_step(a_step(step, f"g{step}", step=step))
+    store.close()
+    return layout
+
+
+def publish(layout: ProcessLayout, *, step: int, history: str = "h001") -> None:
+    LocalModelRepository(layout.weights, transport="file").publish(
+        {"w": torch.tensor([float(step)])},
+        optimizer_step=step,
+        parent=None,
+        history_id=history,
+        training_dtype="float32",
+        canary=None,
+        at_s=0.0,
+    )
+
+
+def checkpoint(layout: ProcessLayout, step: int, *groups: str) -> Path:
+    return write_checkpoint(
+        layout.checkpoints,
+        optimizer_step=step,
+        model_tensors={"w": torch.tensor([float(step)])},
+        optimizer_tensors={},
+        commit=msgspec.to_builtins(commit_at(step, *groups)),
+        trainer_state={},
+        keep=9,
+    )
+
+
+def spoil(path: Path) -> None:
+    data = bytearray((path / "model.safetensors").read_bytes())
+    data[-1] ^= 1
+    (path / "model.safetensors").write_bytes(bytes(data))
+
+
+def test_a_kill_inside_the_first_checkpoint_leaves_a_run_that_begins_again(tmp_path: Path) -> None:
+    layout = a_run(tmp_path, steps=2)
+    (layout.checkpoints / "step-000002.partial").mkdir(parents=True)
+    incarnation = next_incarnation(layout)
+    assert (incarnation.number, incarnation.optimizer_step, incarnation.checkpoint) == (2, 0, None)
+    assert incarnation.repairs == ()
+
+
+def test_a_damaged_checkpoint_is_passed_over_set_aside_and_said_in_words(tmp_path: Path) -> None:
+    layout = a_run(tmp_path, steps=4)
+    checkpoint(layout, 2, "g1", "g2")
+    spoil(checkpoint(layout, 4, "g3", "g4"))
+    incarnation = next_incarnation(layout)
+    assert incarnation.optimizer_step == 2
+    assert incarnation.trained_group_ids == ("g1", "g2")
+    skipped, used = incarnation.repairs
+    assert "step-000004 was skipped" in skipped
+    assert "tensor 'w'" in skipped
+    assert "went on from checkpoint step-000002; set aside: step-000004.set-aside" in used
+    # It stays said in every later start.
+    assert next_incarnation(layout).repairs == (skipped, used)
+
+
+def test_a_checkpoint_of_an_abandoned_history_does_not_win_after_a_second_crash(tmp_path: Path) -> None:
+    layout = a_run(tmp_path, steps=4)
+    checkpoint(layout, 2, "g1", "g2")
+    newer = checkpoint(layout, 4, "g3", "g4")
+    whole = (newer / "model.safetensors").read_bytes()
+    spoil(newer)
+    assert next_incarnation(layout).optimizer_step == 2
+    # The disk gives the right bytes again.
+    (layout.checkpoints / "step-000004.set-aside" / "model.safetensors").write_bytes(whole)
+    assert next_incarnation(layout).optimizer_step == 2
+
+
+def test_where_no_checkpoint_verifies_the_run_does_not_silently_begin_again(tmp_path: Path) -> None:
+    layout = a_run(tmp_path, steps=2)
+    spoil(checkpoint(layout, 2, "g1", "g2"))
+    with pytest.raises(CheckpointError, match=r"no usable checkpoint .* move these folders away and resume"):
+        next_incarnation(layout)
+    assert (layout.checkpoints / "step-000002").is_dir()
+
+
+def test_a_version_whose_step_was_never_recorded_is_abandoned_too(tmp_path: Path) -> None:
+    """Killed between publication and record: versions 1..5 have steps 0..4, the books know of step 4 nothing."""
+    layout = a_run(tmp_path, steps=3)
+    checkpoint(layout, 2, "g1", "g2")
+    publish(layout, step=4)
+    assert next_incarnation(layout).abandoned_versions == (4, 5)
+
+
+def test_the_checkpoints_own_weights_published_again_are_not_abandoned(tmp_path: Path) -> None:
+    layout = a_run(tmp_path, steps=2)
+    checkpoint(layout, 2, "g1", "g2")
+    publish(layout, step=2, history="h002")
+    publish(layout, step=3, history="h002")
+    assert abandoned_versions(layout.weights, commit=commit_at(2), recorded=()) == (5,)
+
+
+def test_a_version_whose_manifest_is_damaged_counts_as_abandoned(tmp_path: Path) -> None:
+    layout = a_run(tmp_path, steps=2)
+    (layout.weights / "manifests" / "v000003.json").write_text("{")
+    assert abandoned_versions(layout.weights, commit=commit_at(2, version=2), recorded=()) == (3,)
