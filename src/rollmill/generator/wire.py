@@ -23,7 +23,7 @@ from rollmill.errors import (
 )
 from rollmill.generator.proto import policy_inference_pb2 as pb
 from rollmill.generator.state import ReplicaState
-from rollmill.types import GenerateRequest, SamplingParams, StopReason, Turn, TurnTimings, VersionSpan
+from rollmill.types import GenerateRequest, SamplingParams, StopReason, Turn, TurnTimings, VersionSpan, Wave
 
 CODE_KEY = "rollmill-code"
 """Trailing metadata: the `code` of our error class, finer than the status."""
@@ -90,6 +90,9 @@ def request_to_message(request: GenerateRequest) -> pb.GenerateRequest:
         group_key=request.group_key,
         deadline_s=request.deadline_s,
         min_policy_version=request.min_policy_version,
+        wave=None
+        if request.wave is None
+        else pb.Wave(wave_id=request.wave.wave_id, size=request.wave.size, index=request.wave.index),
     )
 
 
@@ -110,6 +113,9 @@ def request_from_message(message: pb.GenerateRequest) -> GenerateRequest:
         group_key=message.group_key,
         deadline_s=message.deadline_s,
         min_policy_version=message.min_policy_version,
+        wave=Wave(wave_id=message.wave.wave_id, size=message.wave.size, index=message.wave.index)
+        if message.HasField("wave")
+        else None,
     )
 
 

@@ -143,6 +143,8 @@ class FakeEngine:
                 "top_k",
                 "top_p",
                 "version_spans",
+                # What it samples depends on nothing but the request and the weights.
+                "waves",
             ),
             policy_version=self._policy_version,
             digest=self._digest,

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n/rollmill/generator/proto/policy_inference.proto\x12\x15rollmill.generator.v1\"\x81\x01\n\x0eSamplingParams\x12\x13\n\x0btemperature\x18\x01 \x01(\x02\x12\r\n\x05top_p\x18\x02 \x01(\x02\x12\r\n\x05top_k\x18\x03 \x01(\r\x12\x16\n\x0emax_new_tokens\x18\x04 \x01(\r\x12\x0c\n\x04seed\x18\x05 \x01(\x04\x12\x16\n\x0estop_token_ids\x18\x06 \x03(\r\"M\n\x0bVersionSpan\x12\x13\n\x0bstart_token\x18\x01 \x01(\r\x12\x11\n\tend_token\x18\x02 \x01(\r\x12\x16\n\x0epolicy_version\x18\x03 \x01(\x04\"@\n\x07Timings\x12\x10\n\x08queued_s\x18\x01 \x01(\x01\x12\x11\n\tprefill_s\x18\x02 \x01(\x01\x12\x10\n\x08\x64\x65\x63ode_s\x18\x03 \x01(\x01\"\xb5\x01\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x12\n\nprompt_ids\x18\x02 \x03(\r\x12\x37\n\x08sampling\x18\x03 \x01(\x0b\x32%.rollmill.generator.v1.SamplingParams\x12\x11\n\tgroup_key\x18\x04 \x01(\t\x12\x12\n\ndeadline_s\x18\x05 \x01(\x01\x12\x1a\n\x12min_policy_version\x18\x06 \x01(\x04\"\xea\x01\n\rGenerateReply\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x12\n\noutput_ids\x18\x02 \x03(\r\x12\x19\n\x11\x62\x65havior_logprobs\x18\x03 \x03(\x02\x12\x39\n\rversion_spans\x18\x04 \x03(\x0b\x32\".rollmill.generator.v1.VersionSpan\x12\x13\n\x0bstop_reason\x18\x05 \x01(\t\x12/\n\x07timings\x18\x06 \x01(\x0b\x32\x1e.rollmill.generator.v1.Timings\x12\x15\n\rcached_tokens\x18\x07 \x01(\r\"\"\n\x0c\x41\x62ortRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\x1b\n\nAbortReply\x12\r\n\x05\x66ound\x18\x01 \x01(\x08\"!\n\x0cScoreRequest\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"6\n\nScoreReply\x12\x10\n\x08logprobs\x18\x01 \x03(\x02\x12\x16\n\x0epolicy_version\x18\x02 \x01(\x04\",\n\x12LoadWeightsRequest\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x04\"\x97\x01\n\x10LoadWeightsReply\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x04\x12\x0e\n\x06\x64igest\x18\x02 \x01(\t\x12\x0e\n\x06nbytes\x18\x03 \x01(\x04\x12\x0e\n\x06pull_s\x18\x04 \x01(\x01\x12\x0f\n\x07pause_s\x18\x05 \x01(\x01\x12\x0f\n\x07\x63hanged\x18\x06 \x01(\x08\x12\x19\n\x11\x63\x61nary_difference\x18\x07 \x01(\x01\"\"\n\x0c\x44rainRequest\x12\x12\n\ndeadline_s\x18\x01 \x01(\x01\" \n\nDrainReply\x12\x12\n\nunfinished\x18\x01 \x01(\r\"\x0f\n\rStatusRequest\"\xab\x03\n\x0bStatusReply\x12\r\n\x05state\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x16\n\x0epolicy_version\x18\x03 \x01(\x04\x12\x0e\n\x06\x64igest\x18\x04 \x01(\t\x12\x0f\n\x07running\x18\x05 \x01(\r\x12\x0f\n\x07waiting\x18\x06 \x01(\r\x12\x16\n\x0ekv_used_tokens\x18\x07 \x01(\x04\x12\x1a\n\x12kv_capacity_tokens\x18\x08 \x01(\x04\x12\x15\n\routput_tokens\x18\t \x01(\x04\x12\x16\n\x0eprefill_tokens\x18\n \x01(\x04\x12\x15\n\rcached_tokens\x18\x0b \x01(\x04\x12\x0e\n\x06wall_s\x18\x0c \x01(\x01\x12@\n\x07seconds\x18\r \x03(\x0b\x32/.rollmill.generator.v1.StatusReply.SecondsEntry\x12\x11\n\tmax_slots\x18\x0e \x01(\r\x12\x15\n\rmax_model_len\x18\x0f \x01(\r\x12\r\n\x05\x64type\x18\x10 \x01(\t\x1a.\n\x0cSecondsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x32\x95\x04\n\x0fPolicyInference\x12X\n\x08Generate\x12&.rollmill.generator.v1.GenerateRequest\x1a$.rollmill.generator.v1.GenerateReply\x12O\n\x05\x41\x62ort\x12#.rollmill.generator.v1.AbortRequest\x1a!.rollmill.generator.v1.AbortReply\x12O\n\x05Score\x12#.rollmill.generator.v1.ScoreRequest\x1a!.rollmill.generator.v1.ScoreReply\x12\x61\n\x0bLoadWeights\x12).rollmill.generator.v1.LoadWeightsRequest\x1a\'.rollmill.generator.v1.LoadWeightsReply\x12O\n\x05\x44rain\x12#.rollmill.generator.v1.DrainRequest\x1a!.rollmill.generator.v1.DrainReply\x12R\n\x06Status\x12$.rollmill.generator.v1.StatusRequest\x1a\".rollmill.generator.v1.StatusReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n/rollmill/generator/proto/policy_inference.proto\x12\x15rollmill.generator.v1\"\x81\x01\n\x0eSamplingParams\x12\x13\n\x0btemperature\x18\x01 \x01(\x02\x12\r\n\x05top_p\x18\x02 \x01(\x02\x12\r\n\x05top_k\x18\x03 \x01(\r\x12\x16\n\x0emax_new_tokens\x18\x04 \x01(\r\x12\x0c\n\x04seed\x18\x05 \x01(\x04\x12\x16\n\x0estop_token_ids\x18\x06 \x03(\r\"M\n\x0bVersionSpan\x12\x13\n\x0bstart_token\x18\x01 \x01(\r\x12\x11\n\tend_token\x18\x02 \x01(\r\x12\x16\n\x0epolicy_version\x18\x03 \x01(\x04\"@\n\x07Timings\x12\x10\n\x08queued_s\x18\x01 \x01(\x01\x12\x11\n\tprefill_s\x18\x02 \x01(\x01\x12\x10\n\x08\x64\x65\x63ode_s\x18\x03 \x01(\x01\"4\n\x04Wave\x12\x0f\n\x07wave_id\x18\x01 \x01(\t\x12\x0c\n\x04size\x18\x02 \x01(\r\x12\r\n\x05index\x18\x03 \x01(\r\"\xee\x01\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x12\n\nprompt_ids\x18\x02 \x03(\r\x12\x37\n\x08sampling\x18\x03 \x01(\x0b\x32%.rollmill.generator.v1.SamplingParams\x12\x11\n\tgroup_key\x18\x04 \x01(\t\x12\x12\n\ndeadline_s\x18\x05 \x01(\x01\x12\x1a\n\x12min_policy_version\x18\x06 \x01(\x04\x12.\n\x04wave\x18\x07 \x01(\x0b\x32\x1b.rollmill.generator.v1.WaveH\x00\x88\x01\x01\x42\x07\n\x05_wave\"\xea\x01\n\rGenerateReply\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x12\n\noutput_ids\x18\x02 \x03(\r\x12\x19\n\x11\x62\x65havior_logprobs\x18\x03 \x03(\x02\x12\x39\n\rversion_spans\x18\x04 \x03(\x0b\x32\".rollmill.generator.v1.VersionSpan\x12\x13\n\x0bstop_reason\x18\x05 \x01(\t\x12/\n\x07timings\x18\x06 \x01(\x0b\x32\x1e.rollmill.generator.v1.Timings\x12\x15\n\rcached_tokens\x18\x07 \x01(\r\"\"\n\x0c\x41\x62ortRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\x1b\n\nAbortReply\x12\r\n\x05\x66ound\x18\x01 \x01(\x08\"!\n\x0cScoreRequest\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"6\n\nScoreReply\x12\x10\n\x08logprobs\x18\x01 \x03(\x02\x12\x16\n\x0epolicy_version\x18\x02 \x01(\x04\",\n\x12LoadWeightsRequest\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x04\"\x97\x01\n\x10LoadWeightsReply\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x04\x12\x0e\n\x06\x64igest\x18\x02 \x01(\t\x12\x0e\n\x06nbytes\x18\x03 \x01(\x04\x12\x0e\n\x06pull_s\x18\x04 \x01(\x01\x12\x0f\n\x07pause_s\x18\x05 \x01(\x01\x12\x0f\n\x07\x63hanged\x18\x06 \x01(\x08\x12\x19\n\x11\x63\x61nary_difference\x18\x07 \x01(\x01\"\"\n\x0c\x44rainRequest\x12\x12\n\ndeadline_s\x18\x01 \x01(\x01\" \n\nDrainReply\x12\x12\n\nunfinished\x18\x01 \x01(\r\"\x0f\n\rStatusRequest\"\xab\x03\n\x0bStatusReply\x12\r\n\x05state\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x16\n\x0epolicy_version\x18\x03 \x01(\x04\x12\x0e\n\x06\x64igest\x18\x04 \x01(\t\x12\x0f\n\x07running\x18\x05 \x01(\r\x12\x0f\n\x07waiting\x18\x06 \x01(\r\x12\x16\n\x0ekv_used_tokens\x18\x07 \x01(\x04\x12\x1a\n\x12kv_capacity_tokens\x18\x08 \x01(\x04\x12\x15\n\routput_tokens\x18\t \x01(\x04\x12\x16\n\x0eprefill_tokens\x18\n \x01(\x04\x12\x15\n\rcached_tokens\x18\x0b \x01(\x04\x12\x0e\n\x06wall_s\x18\x0c \x01(\x01\x12@\n\x07seconds\x18\r \x03(\x0b\x32/.rollmill.generator.v1.StatusReply.SecondsEntry\x12\x11\n\tmax_slots\x18\x0e \x01(\r\x12\x15\n\rmax_model_len\x18\x0f \x01(\r\x12\r\n\x05\x64type\x18\x10 \x01(\t\x1a.\n\x0cSecondsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x32\x95\x04\n\x0fPolicyInference\x12X\n\x08Generate\x12&.rollmill.generator.v1.GenerateRequest\x1a$.rollmill.generator.v1.GenerateReply\x12O\n\x05\x41\x62ort\x12#.rollmill.generator.v1.AbortRequest\x1a!.rollmill.generator.v1.AbortReply\x12O\n\x05Score\x12#.rollmill.generator.v1.ScoreRequest\x1a!.rollmill.generator.v1.ScoreReply\x12\x61\n\x0bLoadWeights\x12).rollmill.generator.v1.LoadWeightsRequest\x1a\'.rollmill.generator.v1.LoadWeightsReply\x12O\n\x05\x44rain\x12#.rollmill.generator.v1.DrainRequest\x1a!.rollmill.generator.v1.DrainReply\x12R\n\x06Status\x12$.rollmill.generator.v1.StatusRequest\x1a\".rollmill.generator.v1.StatusReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -39,32 +39,34 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_VERSIONSPAN']._serialized_end=283
   _globals['_TIMINGS']._serialized_start=285
   _globals['_TIMINGS']._serialized_end=349
-  _globals['_GENERATEREQUEST']._serialized_start=352
-  _globals['_GENERATEREQUEST']._serialized_end=533
-  _globals['_GENERATEREPLY']._serialized_start=536
-  _globals['_GENERATEREPLY']._serialized_end=770
-  _globals['_ABORTREQUEST']._serialized_start=772
-  _globals['_ABORTREQUEST']._serialized_end=806
-  _globals['_ABORTREPLY']._serialized_start=808
-  _globals['_ABORTREPLY']._serialized_end=835
-  _globals['_SCOREREQUEST']._serialized_start=837
-  _globals['_SCOREREQUEST']._serialized_end=870
-  _globals['_SCOREREPLY']._serialized_start=872
-  _globals['_SCOREREPLY']._serialized_end=926
-  _globals['_LOADWEIGHTSREQUEST']._serialized_start=928
-  _globals['_LOADWEIGHTSREQUEST']._serialized_end=972
-  _globals['_LOADWEIGHTSREPLY']._serialized_start=975
-  _globals['_LOADWEIGHTSREPLY']._serialized_end=1126
-  _globals['_DRAINREQUEST']._serialized_start=1128
-  _globals['_DRAINREQUEST']._serialized_end=1162
-  _globals['_DRAINREPLY']._serialized_start=1164
-  _globals['_DRAINREPLY']._serialized_end=1196
-  _globals['_STATUSREQUEST']._serialized_start=1198
-  _globals['_STATUSREQUEST']._serialized_end=1213
-  _globals['_STATUSREPLY']._serialized_start=1216
-  _globals['_STATUSREPLY']._serialized_end=1643
-  _globals['_STATUSREPLY_SECONDSENTRY']._serialized_start=1597
-  _globals['_STATUSREPLY_SECONDSENTRY']._serialized_end=1643
-  _globals['_POLICYINFERENCE']._serialized_start=1646
-  _globals['_POLICYINFERENCE']._serialized_end=2179
+  _globals['_WAVE']._serialized_start=351
+  _globals['_WAVE']._serialized_end=403
+  _globals['_GENERATEREQUEST']._serialized_start=406
+  _globals['_GENERATEREQUEST']._serialized_end=644
+  _globals['_GENERATEREPLY']._serialized_start=647
+  _globals['_GENERATEREPLY']._serialized_end=881
+  _globals['_ABORTREQUEST']._serialized_start=883
+  _globals['_ABORTREQUEST']._serialized_end=917
+  _globals['_ABORTREPLY']._serialized_start=919
+  _globals['_ABORTREPLY']._serialized_end=946
+  _globals['_SCOREREQUEST']._serialized_start=948
+  _globals['_SCOREREQUEST']._serialized_end=981
+  _globals['_SCOREREPLY']._serialized_start=983
+  _globals['_SCOREREPLY']._serialized_end=1037
+  _globals['_LOADWEIGHTSREQUEST']._serialized_start=1039
+  _globals['_LOADWEIGHTSREQUEST']._serialized_end=1083
+  _globals['_LOADWEIGHTSREPLY']._serialized_start=1086
+  _globals['_LOADWEIGHTSREPLY']._serialized_end=1237
+  _globals['_DRAINREQUEST']._serialized_start=1239
+  _globals['_DRAINREQUEST']._serialized_end=1273
+  _globals['_DRAINREPLY']._serialized_start=1275
+  _globals['_DRAINREPLY']._serialized_end=1307
+  _globals['_STATUSREQUEST']._serialized_start=1309
+  _globals['_STATUSREQUEST']._serialized_end=1324
+  _globals['_STATUSREPLY']._serialized_start=1327
+  _globals['_STATUSREPLY']._serialized_end=1754
+  _globals['_STATUSREPLY_SECONDSENTRY']._serialized_start=1708
+  _globals['_STATUSREPLY_SECONDSENTRY']._serialized_end=1754
+  _globals['_POLICYINFERENCE']._serialized_start=1757
+  _globals['_POLICYINFERENCE']._serialized_end=2290
 # @@protoc_insertion_point(module_scope)

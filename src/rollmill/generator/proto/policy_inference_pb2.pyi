@@ -42,21 +42,33 @@ class Timings(_message.Message):
     decode_s: float
     def __init__(self, queued_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., decode_s: _Optional[float] = ...) -> None: ...
 
+class Wave(_message.Message):
+    __slots__ = ("wave_id", "size", "index")
+    WAVE_ID_FIELD_NUMBER: _ClassVar[int]
+    SIZE_FIELD_NUMBER: _ClassVar[int]
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    wave_id: str
+    size: int
+    index: int
+    def __init__(self, wave_id: _Optional[str] = ..., size: _Optional[int] = ..., index: _Optional[int] = ...) -> None: ...
+
 class GenerateRequest(_message.Message):
-    __slots__ = ("request_id", "prompt_ids", "sampling", "group_key", "deadline_s", "min_policy_version")
+    __slots__ = ("request_id", "prompt_ids", "sampling", "group_key", "deadline_s", "min_policy_version", "wave")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_IDS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     GROUP_KEY_FIELD_NUMBER: _ClassVar[int]
     DEADLINE_S_FIELD_NUMBER: _ClassVar[int]
     MIN_POLICY_VERSION_FIELD_NUMBER: _ClassVar[int]
+    WAVE_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     prompt_ids: _containers.RepeatedScalarFieldContainer[int]
     sampling: SamplingParams
     group_key: str
     deadline_s: float
     min_policy_version: int
-    def __init__(self, request_id: _Optional[str] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., group_key: _Optional[str] = ..., deadline_s: _Optional[float] = ..., min_policy_version: _Optional[int] = ...) -> None: ...
+    wave: Wave
+    def __init__(self, request_id: _Optional[str] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., group_key: _Optional[str] = ..., deadline_s: _Optional[float] = ..., min_policy_version: _Optional[int] = ..., wave: _Optional[_Union[Wave, _Mapping]] = ...) -> None: ...
 
 class GenerateReply(_message.Message):
     __slots__ = ("request_id", "output_ids", "behavior_logprobs", "version_spans", "stop_reason", "timings", "cached_tokens")

@@ -1,8 +1,8 @@
 """The embedded engine without threads: admission, prefill, decode, abort and weight swap, one step at a time.
 
 Decides which waiting requests enter the batch (first come first served; siblings of a group come along) and what KV is
-shared. Requests join and leave at every step; running sequences occupy slots 0..n-1 without holes. The caller owns the
-loop: nothing here waits.
+shared. Requests join and leave at every step; running sequences occupy slots 0..n-1 without holes. The requests of a wave
+(deterministic mode) are held until all have come, then run alone. The caller owns the loop: nothing here waits.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from rollmill.generator.engines.embedded.prefill import (
     common_prefix,
 )
 from rollmill.generator.engines.embedded.sampling import sample
+from rollmill.generator.engines.embedded.waves import WaveGate
 from rollmill.generator.engines.meter import SecondsMeter
 from rollmill.generator.engines.protocol import KvPolicy, UpdateReport
 from rollmill.generator.engines.sequence import Sequence
@@ -67,6 +68,7 @@ class EngineCore:
         self.max_slots, self.max_model_len = max_slots, max_model_len
         self.running: list[Sequence] = []
         self.waiting: deque[Sequence] = deque()
+        self.gate = WaveGate()
         self.paused = False
         self.admission_open = True
         self.dirty_reason: str | None = None
@@ -98,7 +100,7 @@ class EngineCore:
 
     def seconds_to_deadline(self) -> float | None:
         """Return the time to the next request deadline, or `None` without requests."""
-        deadlines = [sequence.deadline_s for sequence in (*self.running, *self.waiting)]
+        deadlines = [sequence.deadline_s for sequence in self._living()]
         return max(0.0, min(deadlines) - self._clock.now_s()) if deadlines else None
 
     # -- requests
@@ -116,13 +118,32 @@ class EngineCore:
                 f"request {request.request_id} wants policy version {request.min_policy_version} or newer, this engine "
                 f"serves {self.policy_version}; send it to another replica or wait for the next load"
             )
-        if any(other.request.request_id == request.request_id for other in (*self.running, *self.waiting)):
+        if any(other.request.request_id == request.request_id for other in self._living()):
             raise EngineError(f"request id {request.request_id} is in use; ids must be unique while a request lives")
-        self.waiting.append(sequence)
+        self.gate.arrive(sequence)
+        self._open_gate()
+
+    def _living(self) -> list[Sequence]:
+        return [*self.running, *self.waiting, *self.gate.held]
+
+    def _open_gate(self) -> None:
+        """Let in what may run next: requests of no wave at any time, a whole wave on an empty batch."""
+        coming = self.gate.take(empty=not self.running and not self.waiting)
+        if self.gate.wave_id is not None and coming:
+            # What an earlier wave left cached would change which tokens are computed together.
+            self.flush()
+        self.waiting.extend(coming)
+
+    def _fail_wave(self, wave_id: str, error: EngineError) -> None:
+        mates = [s for s in self._living() if s.request.wave is not None and s.request.wave.wave_id == wave_id]
+        self._take_out(mates)
+        for sequence in mates:
+            sequence.deliver(error)
+        self._open_gate()
 
     def abort(self, request_id: str) -> bool:
         """End exactly this request with what it has; its slot is free when this returns."""
-        for sequence in (*self.running, *self.waiting):
+        for sequence in self._living():
             if sequence.request.request_id == request_id:
                 self._remove([sequence], reason=StopReason.ABORT)
                 return True
@@ -130,26 +151,29 @@ class EngineCore:
 
     def abort_one(self, sequence: Sequence) -> None:
         """End this sequence if it still lives."""
-        if sequence in self.running or sequence in self.waiting:
+        if sequence in self._living():
             self._remove([sequence], reason=StopReason.ABORT)
 
     def abort_all(self) -> None:
         """End every request with what it has."""
-        self._remove([*self.running, *self.waiting], reason=StopReason.ABORT)
+        self._remove(self._living(), reason=StopReason.ABORT)
 
     def expire(self) -> None:
         """Abort requests whose deadline has passed."""
         now_s = self._clock.now_s()
-        late = [sequence for sequence in (*self.running, *self.waiting) if sequence.deadline_s <= now_s]
+        for wave_id, error in self.gate.overdue(now_s=now_s):
+            self._fail_wave(wave_id, error)
+        late = [sequence for sequence in self._living() if sequence.deadline_s <= now_s]
         if late:
             self._remove(late, reason=StopReason.ABORT)
 
     def fail_all(self, error: Exception) -> None:
         """Give every request this error."""
-        for sequence in (*self.running, *self.waiting):
+        for sequence in self._living():
             sequence.deliver(error)
         self.running.clear()
         self.waiting.clear()
+        self.gate.clear()
 
     # -- one step
 
@@ -213,8 +237,17 @@ class EngineCore:
             self._remove([sequence for sequence, why in over if why is reason], reason=reason)
 
     def _remove(self, sequences: list[Sequence], *, reason: StopReason) -> None:
-        """Free slots, keep them without holes, and deliver the turns."""
+        """Free slots, keep them without holes, and deliver the turns; a wave that loses a request fails whole."""
         now_s = self._clock.now_s()
+        self._take_out(sequences)
+        for sequence in sequences:
+            sequence.deliver(sequence.turn(reason, now_s=now_s))
+        if reason is StopReason.ABORT:
+            for wave_id, error in self.gate.broken_by(sequences):
+                self._fail_wave(wave_id, error)
+        self._open_gate()
+
+    def _take_out(self, sequences: list[Sequence]) -> None:
         for sequence in sequences:
             if sequence in self.running:
                 hole, last = self.running.index(sequence), len(self.running) - 1
@@ -222,9 +255,10 @@ class EngineCore:
                 if hole != last:
                     self._pool.copy(last, hole, tokens=moved.kv_tokens)
                     self.running[hole] = moved
-            else:
+            elif sequence in self.waiting:
                 self.waiting.remove(sequence)
-            sequence.deliver(sequence.turn(reason, now_s=now_s))
+            else:
+                self.gate.held.remove(sequence)
 
     # -- prefill
 

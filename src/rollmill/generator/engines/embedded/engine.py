@@ -51,6 +51,7 @@ CAPABILITIES = (
     "top_k",
     "top_p",
     "version_spans",
+    "waves",
 )
 
 
@@ -213,7 +214,7 @@ class EmbeddedEngine:
         wall_s, seconds = self._meter.read()
         return EngineLoad(
             running=len(core.running),
-            waiting=len(core.waiting),
+            waiting=len(core.waiting) + len(core.gate.held),
             kv_used_tokens=core.kv_used_tokens,
             kv_capacity_tokens=core.max_slots * core.max_model_len,
             paused=core.paused,
