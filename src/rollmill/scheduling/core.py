@@ -2,7 +2,8 @@
 
     Event                       What moves                              What may follow
     RunStarted, RunResumed      the whole state                         groups are admitted when a replica joins
-    ReplicaJoined, ReplicaLeft  who serves which weights                LoadWeights, StartRollout, Fail
+    ControllerRestarted         everything in flight is given up        DropGroup, AssignBatch, Finish
+    ReplicaJoined, ReplicaLeft  who serves which weights                LoadWeights, StartRollout, Fail, Finish
     WeightsPublished, ...Loaded which weights are newest, and served    LoadWeights, StartRollout (the ceiling rises)
     RolloutFinished, ...Failed  a member, then perhaps its group        CloseGroup, StartRollout again, DropGroup, Fail
     GroupClosed                 its group                               AssignBatch, DropGroup, StartRollout
@@ -35,7 +36,7 @@ from rollmill.scheduling.groups import GroupBook
 from rollmill.scheduling.instructions import AnyInstruction, DropReason, Finish
 from rollmill.scheduling.lifecycle import on_group_closed, on_rollout_finished
 from rollmill.scheduling.rates import Rates
-from rollmill.scheduling.resume import on_run_resumed, on_run_started
+from rollmill.scheduling.resume import on_controller_restarted, on_run_resumed, on_run_started
 from rollmill.scheduling.settings import SchedulerSettings
 from rollmill.scheduling.state import State
 from rollmill.scheduling.training import on_batch_taken, on_batch_trained
@@ -123,6 +124,16 @@ class Scheduler:
         return self._state.settings
 
     @property
+    def history_id(self) -> str:
+        """History that the run is in; empty before its first event."""
+        return self._state.history_id
+
+    @property
+    def known_versions(self) -> frozenset[int]:
+        """Policy versions that the core has heard of."""
+        return frozenset(self._state.step_of_version)
+
+    @property
     def ledger(self) -> RolloutLedger:
         """The book of rollouts; for reading."""
         return self._state.ledger
@@ -168,7 +179,7 @@ class Scheduler:
             if not state.training and not state.book.unfinished_count:
                 self._finish("stopped")
         elif not state.draws_left and not state.underway and not state.book.live:
-            self._finish("end_of_data")
+            self._finish("degraded" if state.producers_ended else "end_of_data")
 
     def _finish(self, reason: str) -> None:
         self._state.halted = True
@@ -194,6 +205,7 @@ def _on_tick(state: State, event: ev.Tick) -> None:
 _HANDLERS: dict[type[Any], Callable[[State, Any], None]] = {
     ev.RunStarted: on_run_started,
     ev.RunResumed: on_run_resumed,
+    ev.ControllerRestarted: on_controller_restarted,
     ev.ReplicaJoined: _on_replica_joined,
     ev.ReplicaLeft: on_replica_left,
     ev.WeightsPublished: on_weights_published,

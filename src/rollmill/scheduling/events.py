@@ -72,11 +72,31 @@ class ReplicaJoined(Event, frozen=True, kw_only=True):
     policy_version: int
 
 
+class ControllerRestarted(Event, frozen=True, kw_only=True):
+    """A new controller goes on in the same history: trainer and replicas lived on.
+
+    What was in flight is lost with the old controller, which held its tokens; batches stay as they are. The replicas
+    join anew.
+    """
+
+
+class AfterLoss(enum.Enum):
+    """What the run does without a replica that it lost."""
+
+    FAIL = "fail"
+    """It ends when nobody is left to fill a batch."""
+    AWAIT = "await"
+    """It waits: the replica comes back, or whoever restarts it ends the run."""
+    DEGRADE = "degrade"
+    """It goes on with the others; without any it trains what is there and finishes."""
+
+
 class ReplicaLeft(Event, frozen=True, kw_only=True):
     """A replica is gone or dirty; its rollouts fail one by one in events of their own."""
 
     replica_id: str
     reason: str
+    then: AfterLoss = AfterLoss.FAIL
 
 
 class WeightsPublished(Event, frozen=True, kw_only=True):
@@ -164,6 +184,7 @@ class Tick(Event, frozen=True, kw_only=True):
 AnyEvent = (
     RunStarted
     | RunResumed
+    | ControllerRestarted
     | ReplicaJoined
     | ReplicaLeft
     | WeightsPublished

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import heapq
 
-from rollmill.scheduling.events import FailureClass, ReplicaJoined, ReplicaLeft, RolloutFailed
+from rollmill.scheduling.assignment import abort_in_flight
+from rollmill.scheduling.events import AfterLoss, FailureClass, ReplicaJoined, ReplicaLeft, RolloutFailed
 from rollmill.scheduling.groups import UNFINISHED, GroupRecord, GroupState, Member, MemberState, Replica
 from rollmill.scheduling.instructions import DropReason, Fail
 from rollmill.scheduling.lifecycle import (
@@ -20,6 +21,7 @@ from rollmill.scheduling.lifecycle import (
     withdraw,
 )
 from rollmill.scheduling.state import State
+from rollmill.scheduling.waves import lose_wave
 
 
 def on_rollout_failed(state: State, event: RolloutFailed) -> None:
@@ -32,6 +34,9 @@ def on_rollout_failed(state: State, event: RolloutFailed) -> None:
     if event.failure is FailureClass.INFRA:
         _count_infra_failure(state, member, event)
     state.tell(group.group_id, f"rollout {event.rollout_id} failed ({event.failure.value}): {event.reason}")
+    if state.settings.deterministic:
+        _lose_wave_of(state, group, member, event)
+        return
     if group.state is not GroupState.OPEN:
         # A straggler of a group that has closed without it: not worth another attempt.
         group.pending -= 1
@@ -58,6 +63,17 @@ def _count_infra_failure(state: State, member: Member, event: RolloutFailed) -> 
                 "are down; read the first error above, repair it, and resume the run."
             ),
         )
+
+
+def _lose_wave_of(state: State, group: GroupRecord, member: Member, event: RolloutFailed) -> None:
+    infra = event.failure is FailureClass.INFRA
+    member.state = MemberState.FAILED
+    member.reason = _reason_of(event.failure)
+    group.pending -= 1
+    limit = state.settings.infra_attempts if infra else state.settings.data_retries + 1
+    # The loss of a replica has a budget of its own.
+    explained = infra and member.start_order < state.start_order_at_loss
+    lose_wave(state, why=f"rollout {event.rollout_id}: {event.reason}", limit=None if explained else limit)
 
 
 def _after_infra_failure(state: State, group: GroupRecord, member: Member) -> None:
@@ -132,6 +148,8 @@ def on_replica_joined(state: State, event: ReplicaJoined) -> None:
         replica_id=event.replica_id, slots=event.slots, policy_version=event.policy_version
     )
     state.had_replica = True
+    state.awaited.discard(event.replica_id)
+    state.missing.discard(event.replica_id)
     refresh_replicas(state)
     if state.loaded_step is None or state.stopping or state.halted:
         return
@@ -144,7 +162,24 @@ def on_replica_left(state: State, event: ReplicaLeft) -> None:
     """Count the replica out; its rollouts fail in events of their own."""
     if state.replicas.pop(event.replica_id, None) is not None:
         state.start_order_at_loss = state.start_order
+        if state.settings.deterministic:
+            lose_wave(state, why=f"replica {event.replica_id} left: {event.reason}", limit=None)
     refresh_replicas(state)
+    state.awaited.discard(event.replica_id)
+    state.missing.discard(event.replica_id)
+    if event.then is AfterLoss.AWAIT:
+        state.awaited.add(event.replica_id)
+    elif event.then is AfterLoss.DEGRADE:
+        state.missing.add(event.replica_id)
+        _consider_end_of_producers(state)
+
+
+def _consider_end_of_producers(state: State) -> None:
+    """Give up what only a producer could finish, once the last one is missing for good."""
+    if state.replicas or state.awaited or state.producers_ended or state.stopping or state.halted:
+        return
+    state.producers_ended = True
+    abort_in_flight(state, reason=DropReason.INFRA_FAILURE)
 
 
 def refresh_replicas(state: State) -> None:
@@ -157,6 +192,8 @@ def refresh_replicas(state: State) -> None:
 def check_producers(state: State) -> None:
     """End the run when nobody serves any more and the trainer has used up what was assigned."""
     if state.replicas or not state.had_replica or state.underway or state.stopping:
+        return
+    if state.awaited or state.producers_ended:
         return
     fail(
         state,
@@ -190,7 +227,10 @@ def _group_deadline(state: State, group_id: str) -> None:
     group = state.book.live.get(group_id)
     if group is None or group.deadline_s > state.now_s:
         return
-    if group.state in UNFINISHED:
+    if state.settings.deterministic and group.state in UNFINISHED:
+        why = f"group {group_id} passed its deadline (schedule.group_deadline_s)"
+        lose_wave(state, why=why, limit=state.settings.infra_attempts)
+    elif group.state in UNFINISHED:
         drop_group(state, group, DropReason.GROUP_DEADLINE)
     elif group.pending:
         abort_pending(state, group, DropReason.SURPLUS)
@@ -205,6 +245,10 @@ def _rollout_deadline(state: State, rollout_id: str) -> None:
         # Past the group's deadline the group's own entry drops it whole.
         return
     waited_s = state.now_s - member.started_s
+    if state.settings.deterministic:
+        why = f"rollout {rollout_id} passed its deadline after {waited_s:.0f} s (schedule.rollout_deadline_s)"
+        lose_wave(state, why=why, limit=state.settings.infra_attempts)
+        return
     withdraw(state, member, why=DropReason.ROLLOUT_DEADLINE.value)
     if group.state is GroupState.OPEN:
         state.tell(group.group_id, f"rollout {rollout_id} passed its deadline after {waited_s:.3f}s")

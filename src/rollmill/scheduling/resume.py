@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections import deque
 
 from rollmill.errors import InvariantViolation
-from rollmill.scheduling.events import RunResumed, RunStarted
+from rollmill.scheduling.events import ControllerRestarted, RunResumed, RunStarted
 from rollmill.scheduling.failures import refresh_replicas
-from rollmill.scheduling.groups import PENDING, GroupRecord, GroupState
+from rollmill.scheduling.groups import PENDING, UNFINISHED, GroupRecord, GroupState
 from rollmill.scheduling.instructions import DropReason
 from rollmill.scheduling.lifecycle import drop_group, settle_member
 from rollmill.scheduling.rates import Rates
 from rollmill.scheduling.state import State
 from rollmill.scheduling.training import mark_trained
+from rollmill.scheduling.waves import lose_wave, rewind_step
 from rollmill.scheduling.weights import register_version
 
 
@@ -41,13 +42,36 @@ def on_run_resumed(state: State, event: RunResumed) -> None:
     refresh_replicas(state)
     _settle_trained(state, frozenset(event.trained_group_ids))
     _put_back(state, frozenset(event.trained_group_ids))
-    abandoned = frozenset(event.abandoned_group_ids)
-    redo: list[int] = []
     for group in list(state.book.unassigned.values()):
         if group.state is GroupState.BLANK:
             state.book.take(group, GroupState.DROPPED)
-            continue
-        if group.state is not GroupState.READY:
+    _drop_lost(state, abandoned=frozenset(event.abandoned_group_ids))
+    _reset(state)
+    _begin(state, event)
+    if state.settings.deterministic:
+        rewind_step(state)
+
+
+def on_controller_restarted(state: State, event: ControllerRestarted) -> None:
+    """Give up what the old controller held in memory; keep the batches, which the trainer holds.
+
+    A run that had finished, and whose controller died before it had wound everything up, finishes anew.
+    """
+    state.replicas.clear()
+    refresh_replicas(state)
+    if state.settings.deterministic:
+        _forget_waits(state)
+        lose_wave(state, why="the controller was restarted", limit=None)
+        return
+    _drop_lost(state, abandoned=frozenset())
+    _forget_waits(state)
+
+
+def _drop_lost(state: State, *, abandoned: frozenset[str]) -> None:
+    """Drop the groups that were not stored whole, and those of abandoned weights; their tasks are drawn first."""
+    redo: list[int] = []
+    for group in list(state.book.unassigned.values()):
+        if group.state in UNFINISHED:
             reason = DropReason.LOST_IN_RESTART
         elif group.group_id in abandoned:
             reason = DropReason.ABANDONED_HISTORY
@@ -57,8 +81,6 @@ def on_run_resumed(state: State, event: RunResumed) -> None:
         _forget_flights(state, group)
         drop_group(state, group, reason)
     state.requeued = deque(sorted([*state.requeued, *redo]))
-    _reset(state)
-    _begin(state, event)
 
 
 def _settle_trained(state: State, listed: frozenset[str]) -> None:
@@ -102,12 +124,20 @@ def _forget_flights(state: State, group: GroupRecord) -> None:
 
 
 def _reset(state: State) -> None:
+    _forget_waits(state)
+    state.had_batch = False
+    state.held_since_s = state.trainer_idle_since_s = state.trained_at_s = None
+
+
+def _forget_waits(state: State) -> None:
+    """Nobody runs, nobody is awaited, nothing has a deadline."""
     for group in state.book.unassigned.values():
         _forget_flights(state, group)
     state.deadlines.clear()
-    state.stopping = state.halted = state.had_replica = state.had_batch = False
+    state.awaited.clear()
+    state.missing.clear()
+    state.stopping = state.halted = state.had_replica = state.producers_ended = False
     state.infra_in_a_row = state.data_drops_in_a_row = 0
-    state.held_since_s = state.trainer_idle_since_s = state.trained_at_s = None
 
 
 def _begin(state: State, event: RunStarted | RunResumed) -> None:

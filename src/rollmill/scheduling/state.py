@@ -67,6 +67,10 @@ class State:
         parked: member id -> (group, member) of those that wait for a replica.
         deadlines: heap of (time, order, kind, id); entries of the past are skipped when they surface.
         requeued: task indices to draw before new ones, because what held them was lost or stopped.
+        awaited: lost replicas that come back.
+        missing: lost replicas that the run goes on without.
+        degraded_steps: optimizer steps trained while a replica was missing.
+        producers_ended: nobody produces any more; what is buffered is trained, then the run finishes.
         halted: `Finish` or `Fail` was given.
     """
 
@@ -106,6 +110,10 @@ class State:
     stopping: bool = False
     halted: bool = False
     had_replica: bool = False
+    awaited: set[str] = field(default_factory=lambda: set[str]())
+    missing: set[str] = field(default_factory=lambda: set[str]())
+    degraded_steps: int = 0
+    producers_ended: bool = False
     had_batch: bool = False
     trainer_idle_since_s: float | None = None
     held_since_s: float | None = None
@@ -131,6 +139,8 @@ class State:
     @property
     def draws_left(self) -> bool:
         """Whether another task can be drawn."""
+        if self.producers_ended:
+            return False
         limit = self.settings.data_limit
         return bool(self.requeued) or limit is None or self.next_task < limit
 

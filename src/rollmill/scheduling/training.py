@@ -53,6 +53,7 @@ def on_batch_trained(state: State, event: BatchTrained) -> None:
         mark_trained(state, group)
     del state.batches[event.batch_id]
     state.optimizer_step = event.optimizer_step
+    state.degraded_steps += bool(state.missing)
     served = state.loaded_step is not None and state.loaded_step >= state.optimizer_step
     state.trained_at_s = None if served else state.now_s
     state.rates.consumption.observe(float(rollouts), event.step_s)

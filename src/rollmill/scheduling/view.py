@@ -59,6 +59,8 @@ class SchedulerView(msgspec.Struct, frozen=True, kw_only=True):
         waits_for_old, waits_for_old_s: how often and how long the trainer waited for an old group while enough
             others were ready.
         publish_lag_steps: optimizer steps that the oldest serving replica is behind the newest weights.
+        degraded_steps: optimizer steps trained while a lost replica was missing (run.on_generator_loss = degrade).
+        awaited: lost replicas that come back.
     """
 
     at_s: float
@@ -94,6 +96,8 @@ class SchedulerView(msgspec.Struct, frozen=True, kw_only=True):
     waits_for_old: int
     waits_for_old_s: float
     publish_lag_steps: int
+    degraded_steps: int
+    awaited: tuple[str, ...]
 
     @property
     def bound_most(self) -> str:
@@ -199,6 +203,8 @@ def view(state: State) -> SchedulerView:
         waits_for_old=state.waits_for_old,
         waits_for_old_s=state.waits_for_old_s,
         publish_lag_steps=0 if state.loaded_step is None else max(0, newest_step - state.loaded_step),
+        degraded_steps=state.degraded_steps,
+        awaited=tuple(sorted(state.awaited)),
     )
 
 
@@ -233,7 +239,8 @@ def _trainer_waits(state: State, at_s: float) -> list[Wait]:
 
 def _why_nothing_is_admitted(state: State) -> str:
     if state.loaded_step is None:
-        return "nothing is admitted because no replica serves"
+        coming = f"; awaited: {', '.join(sorted(state.awaited))}" if state.awaited else ""
+        return f"nothing is admitted because no replica serves{coming}"
     if not state.draws_left:
         return "nothing is admitted because the data has ended"
     if capacity_rollouts(state) < state.settings.group_size:
