@@ -12,7 +12,7 @@ from rollmill.weights.checkpoint import (
 )
 from rollmill.weights.inspection import ModelFacts, inspect
 from rollmill.weights.prepare import PreparedModel, find_prepared, prepare
-from rollmill.weights.protocol import ModelRepository
+from rollmill.weights.protocol import ModelRepository, Publication
 from rollmill.weights.repository import Adoption, LocalModelRepository
 from rollmill.weights.transport import resolve_transport, sweep_shared_memory
 
@@ -24,6 +24,7 @@ __all__ = [
     "ModelFacts",
     "ModelRepository",
     "PreparedModel",
+    "Publication",
     "catalog",
     "find_prepared",
     "inspect",

@@ -1,7 +1,7 @@
 """The model repository: the one publish path of weights.
 
-Decides nothing about when to publish or load. A publication is visible only when its manifest has been
-renamed into place; a load is verified by digest. Versions only rise.
+Decides nothing about when to publish or load. Publishing has two parts: a copy, after which the trainer may go on, and
+a commit, which digests the copy and makes it visible. A load is verified by digest. Versions only rise.
 """
 
 from __future__ import annotations
@@ -15,8 +15,50 @@ if TYPE_CHECKING:
     import torch
 
 
+class Publication(Protocol):
+    """Weights that were copied and are not yet visible. Ends with `commit` or `abandon`; any one thread may call."""
+
+    @property
+    def policy_version(self) -> int:
+        """The version that this becomes."""
+        ...
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Return the copied tensors: they stay what they are while the trainer goes on."""
+        ...
+
+    def commit(self, *, canary: Canary | None) -> WeightManifest:
+        """Digest the copy and make the version visible.
+
+        Raises:
+            WeightError: if an update changed no tensor, or the manifest cannot be written; no version appears then.
+        """
+        ...
+
+    def abandon(self) -> None:
+        """Remove the copy; no version appears. Idempotent."""
+        ...
+
+
 class ModelRepository(Protocol):
     """Published weights with manifests. All methods block."""
+
+    def prepare(
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        *,
+        optimizer_step: int,
+        parent: int | None,
+        history_id: str,
+        training_dtype: str,
+        at_s: float,
+    ) -> Publication:
+        """Copy tensors for the version max + 1; they may change again when this returns.
+
+        Raises:
+            WeightError: if the space is full, nothing was given, or another publication is under way.
+        """
+        ...
 
     def publish(
         self,
@@ -29,11 +71,23 @@ class ModelRepository(Protocol):
         canary: Canary | None,
         at_s: float,
     ) -> WeightManifest:
-        """Write tensors, then commit the manifest under max + 1.
+        """`prepare` and `commit` in one call.
 
         Raises:
-            WeightError: if the space is full or nothing was given; no version appears then.
+            WeightError: as both of them; no version appears then.
         """
+        ...
+
+    def republish(self, policy_version: int, *, history_id: str, at_s: float) -> WeightManifest:
+        """Publish an old version again under max + 1, with the old one's `optimizer_step`: a roll back.
+
+        Raises:
+            WeightError: if the version is unknown or was retired.
+        """
+        ...
+
+    def reserve(self) -> bool:
+        """Make room for the next publication ahead of time; return whether there is."""
         ...
 
     def manifests(self) -> Sequence[WeightManifest]:

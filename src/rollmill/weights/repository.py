@@ -1,29 +1,31 @@
 """The model repository on one machine: manifests on disk, tensors in shared memory or files.
 
-A publication becomes visible when its manifest is renamed into place, after its tensors are complete. Versions only
-rise, also across crashes and resumes. Decides nothing about when to publish or load. torch is imported only where
-tensors are written or loaded, so that a process without torch can list, hold and retire versions.
+A publication becomes visible when its manifest is renamed into place, after its tensors are complete and digested.
+Versions only rise, also across crashes and resumes. Decides nothing about when to publish or load. torch is imported
+only where tensors are written or loaded, so that a process without torch can list, hold and retire versions.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import io
 import os
 import shutil
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
-from rollmill.errors import RunDirectoryError, WeightError
-from rollmill.types import Canary, TensorEntry, WeightManifest
+from rollmill.errors import InvariantViolation, RunDirectoryError, WeightError
+from rollmill.types import Canary, WeightManifest
 from rollmill.weights.files import PARTIAL_SUFFIX, fsync_directory, locked
 from rollmill.weights.holds import Holds
 from rollmill.weights.manifests import Manifests, in_words
-from rollmill.weights.tensorfile import load_tensors, verify_file, whole_digest, write_tensors
+from rollmill.weights.publication import LocalPublication
+from rollmill.weights.reuse import open_to_read, reserve_spare, retire_file, take_spare
+from rollmill.weights.tensorfile import MappedFile, copy_tensors
 from rollmill.weights.transport import (
     SHARED_MEMORY,
     Transport,
@@ -100,39 +102,129 @@ class LocalModelRepository:
         """Write tensors, then commit the manifest under max + 1.
 
         Raises:
+            WeightError: if the space is full, tensors share memory, nothing was given or changed, or another process
+                publishes now; no version appears then.
+        """
+        return self.prepare(
+            tensors,
+            optimizer_step=optimizer_step,
+            parent=parent,
+            history_id=history_id,
+            training_dtype=training_dtype,
+            at_s=at_s,
+        ).commit(canary=canary)
+
+    def prepare(
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        *,
+        optimizer_step: int,
+        parent: int | None,
+        history_id: str,
+        training_dtype: str,
+        at_s: float,
+    ) -> LocalPublication:
+        """Copy tensors, so that they may change again, for the version max + 1; its `commit` makes it visible.
+
+        Until it ends, by `commit` or `abandon`, nobody else can publish.
+
+        Raises:
             WeightError: if the space is full, tensors share memory, nothing was given, or another process publishes
                 now; no version appears then.
         """
-        with self._publishing():
+        with contextlib.ExitStack() as held:
+            held.enter_context(self._publishing())
             self._remove_leftovers()
             version = max(self._manifests.versions(), default=0) + 1
             transport = self._transport_for(sum(tensor.numel() * tensor.element_size() for tensor in tensors.values()))
-            path = self._folder(transport, make=True) / f"v{version:06d}.safetensors"
-            partial = path.with_name(path.name + PARTIAL_SUFFIX)
-            entries = write_tensors(partial, tensors, durable=transport == "file")
+            final = self._folder(transport, make=True) / f"v{version:06d}.safetensors"
+            partial = final.with_name(final.name + PARTIAL_SUFFIX)
+            handle = held.enter_context(self._open_partial(partial, transport=transport))
             try:
-                partial.rename(path)
-                fsync_directory(path.parent)
-                manifest = WeightManifest(
+                copy_tensors(handle, tensors, path=partial)
+            except BaseException:
+                partial.unlink(missing_ok=True)
+                raise
+            draft = WeightManifest(
+                policy_version=version,
+                optimizer_step=optimizer_step,
+                parent=parent,
+                history_id=history_id,
+                training_dtype=training_dtype,
+                serving_dtype="",
+                tensors={},
+                digest="",
+                transport=transport,
+                location=str(final),
+                published_at_s=at_s,
+            )
+            return LocalPublication(
+                draft,
+                handle=handle,
+                partial=partial,
+                final=final,
+                durable=transport == "file",
+                manifests=self._manifests,
+                held=held.pop_all(),
+            )
+        raise InvariantViolation("unreachable: nothing in this block swallows an exception")
+
+    def _open_partial(self, partial: Path, *, transport: str) -> io.FileIO:
+        """Return the file that a publication is written to: in shared memory a retired one, where there is one."""
+        if transport == "shm":
+            with self._locked():
+                spare = take_spare(partial)
+            if spare is not None:
+                return spare
+        return partial.open("x+b", buffering=0)
+
+    def republish(self, policy_version: int, *, history_id: str, at_s: float) -> WeightManifest:
+        """Publish an old version again under max + 1: a roll back. No tensor is copied or digested again.
+
+        The new manifest carries the old one's `optimizer_step`, because that is how old these weights are, and its
+        canary; its parent is the old version.
+
+        Raises:
+            WeightError: if the version is unknown or its tensors are gone, or another process publishes now.
+        """
+        old = self._manifests.read(policy_version)
+        with self._publishing():
+            self._remove_leftovers()
+            version = self._manifests.versions()[-1] + 1
+            final = self._folder(old.transport) / f"v{version:06d}.safetensors"
+            try:
+                with self._locked():
+                    os.link(self._tensor_path(old), final)
+            except FileNotFoundError as error:
+                raise self._gone(policy_version) from error
+            try:
+                fsync_directory(final.parent)
+                manifest = msgspec.structs.replace(
+                    old,
                     policy_version=version,
-                    optimizer_step=optimizer_step,
-                    parent=parent,
+                    parent=policy_version,
                     history_id=history_id,
-                    training_dtype=training_dtype,
-                    serving_dtype=_main_dtype(entries),
-                    tensors=entries,
-                    digest=whole_digest(entries),
-                    transport=transport,
-                    location=str(path),
+                    location=str(final),
                     published_at_s=at_s,
-                    canary=canary,
                 )
                 self._manifests.write(manifest)
             except BaseException:
-                partial.unlink(missing_ok=True)
-                path.unlink(missing_ok=True)
+                if version not in self._manifests.versions():
+                    final.unlink(missing_ok=True)
                 raise
             return manifest
+
+    def reserve(self) -> bool:
+        """Make room for the next publication ahead of time, off everybody's critical path; return whether there is."""
+        latest = self.latest()
+        if latest is None or latest.transport != "shm":
+            return False
+        try:
+            nbytes = self._tensor_path(latest).stat().st_size
+            with self._locked():
+                return reserve_spare(self._folder("shm"), nbytes=nbytes)
+        except FileNotFoundError:
+            return False
 
     @contextlib.contextmanager
     def _publishing(self) -> Iterator[None]:
@@ -216,8 +308,10 @@ class LocalModelRepository:
         manifest = self._manifests.read(policy_version)
         path = self._tensor_path(manifest)
         try:
-            verify_file(path, manifest.tensors, what=f"version {policy_version}")
-            return load_tensors(path)
+            with open_to_read(path) as handle:
+                mapped = MappedFile(handle, path=path)
+            mapped.verify(manifest.tensors, what=f"version {policy_version}")
+            return mapped.tensors()
         except FileNotFoundError as error:  # retired before, or while, it was read
             raise self._gone(policy_version) from error
 
@@ -258,7 +352,10 @@ class LocalModelRepository:
             for version in self._manifests.versions():
                 path = self._tensor_path(self._manifests.read(version))
                 if version not in kept and path.exists():
-                    path.unlink()
+                    if self._manifests.read(version).transport == "shm":
+                        retire_file(path)
+                    else:
+                        path.unlink()
                     retired.append(version)
             return retired
 
@@ -283,11 +380,3 @@ class LocalModelRepository:
         folder = self._folder("shm")
         if folder.is_dir():
             shutil.rmtree(folder)
-
-
-def _main_dtype(entries: Mapping[str, TensorEntry]) -> str:
-    """Return the dtype of most bytes."""
-    count: Counter[str] = Counter()
-    for entry in entries.values():
-        count[entry.dtype] += entry.nbytes
-    return count.most_common(1)[0][0]

@@ -1,7 +1,7 @@
 """safetensors files: header, layout and verification without torch, writing from torch tensors.
 
-Writing copies each tensor once and digests it on the way. Decides nothing about versions.
-Loading goes through the `safetensors` library.
+Writing copies each tensor once, and digests it on the way or later, from the file. Decides nothing about versions.
+Files that nobody overwrites are loaded through the `safetensors` library, published ones through a map of their own.
 
 Reference: https://github.com/huggingface/safetensors#format
 """
@@ -61,20 +61,80 @@ def read_header(path: Path) -> tuple[dict[str, Any], int]:
         FileNotFoundError: if there is no such file; the caller knows why it should be there.
         WeightError: if it is cut short, or not safetensors.
     """
+    with path.open("rb", buffering=0) as handle:
+        return _read_header(handle, path=path)
+
+
+def _read_header(handle: io.FileIO, *, path: Path) -> tuple[dict[str, Any], int]:
     try:
-        with path.open("rb") as handle:
-            (length,) = struct.unpack("<Q", handle.read(8))
-            if length > _LONGEST_HEADER_BYTES:
-                raise ValueError(f"a header of {length} bytes")
-            header = json.loads(handle.read(length))
+        handle.seek(0)
+        (length,) = struct.unpack("<Q", handle.read(8))
+        if length > _LONGEST_HEADER_BYTES:
+            raise ValueError(f"a header of {length} bytes")
+        header = json.loads(handle.read(length))
         header.pop("__metadata__", None)
         end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
     except (struct.error, ValueError, KeyError, TypeError, AttributeError) as error:
         raise WeightError(f"{path} is not a safetensors file, or its header is damaged: {error}.") from error
-    size = path.stat().st_size
+    size = os.fstat(handle.fileno()).st_size
     if size != 8 + length + end:
         raise WeightError(f"{path} has {size} bytes, its header says {8 + length + end}: it was cut short or changed.")
     return header, 8 + length
+
+
+class MappedFile:
+    """A safetensors file in memory, by one private map for digests and tensors: each page is touched once.
+
+    The map keeps the open file, and with it the file's lock, until the last tensor is gone.
+
+    Args:
+        handle: the open file; may be closed afterwards.
+        path: its name, for messages.
+
+    Raises:
+        WeightError: if it is damaged.
+    """
+
+    def __init__(self, handle: io.FileIO, *, path: Path) -> None:
+        self._path = path
+        self._header, self._start = _read_header(handle, path=path)
+        self._map = mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_COPY)
+
+    def entries(self) -> dict[str, TensorEntry]:
+        """Return the entry of every tensor, digested from its bytes. Needs no torch."""
+        entries: dict[str, TensorEntry] = {}
+        with memoryview(self._map) as view:
+            for name, entry in self._header.items():
+                low, high = entry["data_offsets"]
+                with view[self._start + low : self._start + high] as data:
+                    digest = hashlib.sha256(data).hexdigest()
+                entries[name] = TensorEntry(
+                    dtype=DTYPE_NAMES.get(entry["dtype"], str(entry["dtype"])),
+                    shape=tuple(entry["shape"]),
+                    nbytes=high - low,
+                    sha256=digest,
+                )
+        return entries
+
+    def verify(self, expected: Mapping[str, TensorEntry], *, what: str) -> None:
+        """Check the tensors against what was written; see `verify_file`."""
+        check_entries(self.entries(), expected, what=what, path=self._path)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Return the tensors, as views of the map."""
+        import torch
+
+        found: dict[str, torch.Tensor] = {}
+        for name, entry in self._header.items():
+            dtype: torch.dtype = getattr(torch, DTYPE_NAMES[entry["dtype"]])
+            low, high = entry["data_offsets"]
+            if low == high:
+                found[name] = torch.empty(entry["shape"], dtype=dtype)
+                continue
+            count = (high - low) // dtype.itemsize
+            flat = torch.frombuffer(self._map, dtype=dtype, count=count, offset=self._start + low)
+            found[name] = flat.reshape(entry["shape"])
+        return found
 
 
 def digest_file(path: Path) -> dict[str, TensorEntry]:
@@ -84,24 +144,8 @@ def digest_file(path: Path) -> dict[str, TensorEntry]:
         FileNotFoundError: if there is no such file.
         WeightError: if it is damaged.
     """
-    header, start = read_header(path)
-    entries: dict[str, TensorEntry] = {}
-    with (
-        path.open("rb") as handle,
-        mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ) as mapped,
-        memoryview(mapped) as view,
-    ):
-        for name, entry in header.items():
-            low, high = entry["data_offsets"]
-            with view[start + low : start + high] as data:
-                digest = hashlib.sha256(data).hexdigest()
-            entries[name] = TensorEntry(
-                dtype=DTYPE_NAMES.get(entry["dtype"], str(entry["dtype"])),
-                shape=tuple(entry["shape"]),
-                nbytes=high - low,
-                sha256=digest,
-            )
-    return entries
+    with path.open("rb", buffering=0) as handle:
+        return MappedFile(handle, path=path).entries()
 
 
 def verify_file(path: Path, expected: Mapping[str, TensorEntry], *, what: str) -> None:
@@ -115,7 +159,13 @@ def verify_file(path: Path, expected: Mapping[str, TensorEntry], *, what: str) -
         FileNotFoundError: if there is no such file.
         WeightError: if it is not safetensors.
     """
-    found = digest_file(path)
+    check_entries(digest_file(path), expected, what=what, path=path)
+
+
+def check_entries(
+    found: Mapping[str, TensorEntry], expected: Mapping[str, TensorEntry], *, what: str, path: Path
+) -> None:
+    """Check entries read from a file against those that were written; raises as `verify_file` does."""
     if found.keys() != expected.keys():
         differ = sorted(found.keys() ^ expected.keys())
         raise WeightMismatch(
@@ -166,11 +216,7 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], *, durable: b
         WeightError: if nothing was given, tensors share memory, a dtype has no code, or the space is full. The
             partial file is removed then.
     """
-    if not tensors:
-        raise WeightError("no tensors were given to write. Give the parameters of the model. Nothing was written.")
-    check_distinct(tensors)
-    prefix, offsets = _layout(tensors)
-    size = len(prefix) + max(end for _, end in offsets.values())
+    prefix, offsets, size = _checked_layout(tensors)
     check_space(path.parent, needed_bytes=size, what=path.name, action="Free space, or keep fewer versions.")
     try:
         return _write(path, tensors, prefix=prefix, offsets=offsets, size=size, durable=durable)
@@ -183,6 +229,58 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], *, durable: b
     except BaseException:
         path.unlink(missing_ok=True)
         raise
+
+
+def copy_tensors(handle: io.FileIO, tensors: Mapping[str, torch.Tensor], *, path: Path) -> None:
+    """Write tensors into an open file with one copy each, from its beginning, and digest nothing.
+
+    Args:
+        handle: a new file, or one whose content may be overwritten.
+        path: its name, for messages.
+
+    Raises:
+        WeightError: if nothing was given, tensors share memory, a dtype has no code, or the space is full.
+    """
+    prefix, offsets, size = _checked_layout(tensors)
+    has_bytes = os.fstat(handle.fileno()).st_blocks * 512
+    check_space(
+        path.parent, needed_bytes=max(0, size - has_bytes), what=path.name, action="Free space, or keep fewer versions."
+    )
+    try:
+        handle.seek(0)
+        handle.truncate(size)
+        _write_all(handle, memoryview(prefix))
+        for name, (low, high) in offsets.items():
+            if low < high:
+                _write_all(handle, _bytes_of(tensors[name]))
+    except OSError as error:
+        raise WeightError(
+            f"{path.name} could not be written: {error.strerror}. It needs {size} bytes in {path.parent}. Free space "
+            "there, or choose another place."
+        ) from error
+    if handle.tell() != size:
+        raise InvariantViolation(f"{path.name}: wrote {handle.tell()} bytes, the header says {size}")
+
+
+def _write_all(handle: io.FileIO, data: memoryview) -> None:
+    at = 0
+    while at < len(data):
+        at += handle.write(data[at:])
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    import torch
+
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+
+
+def _checked_layout(tensors: Mapping[str, torch.Tensor]) -> tuple[bytes, dict[str, tuple[int, int]], int]:
+    """Return the file's beginning, where each tensor's bytes lie behind it, and the file's size."""
+    if not tensors:
+        raise WeightError("no tensors were given to write. Give the parameters of the model. Nothing was written.")
+    check_distinct(tensors)
+    prefix, offsets = _layout(tensors)
+    return prefix, offsets, len(prefix) + max(end for _, end in offsets.values())
 
 
 def _layout(tensors: Mapping[str, torch.Tensor]) -> tuple[bytes, dict[str, tuple[int, int]]]:
@@ -238,12 +336,10 @@ def _write_digesting(tensor: torch.Tensor, handle: io.FileIO, *, nbytes: int) ->
     A write copies straight from the tensor into the file's pages, the only copy there is, and reports a full file
     system as an error; writing through a memory map would first fill the pages with zeros, and be killed by SIGBUS.
     """
-    import torch
-
     digest = hashlib.sha256()
     if nbytes == 0:
         return digest.hexdigest()
-    source = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+    source = _bytes_of(tensor)
     at = 0
     while at < nbytes:
         piece = source[at : at + _PIECE_BYTES]

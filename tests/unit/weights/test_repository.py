@@ -121,8 +121,8 @@ def test_a_root_that_cannot_be_made_is_a_run_directory_error(tmp_path):
 
 def test_a_write_that_fails_half_way_leaves_no_part(tmp_path, monkeypatch):
     repository = LocalModelRepository(tmp_path / "w", transport="file")
-    monkeypatch.setattr("rollmill.weights.tensorfile.os.fsync", _no_space)
-    with pytest.raises(WeightError, match=r"No space left on device.*partial file was removed"):
+    monkeypatch.setattr("rollmill.weights.publication.os.fsync", _no_space)
+    with pytest.raises(WeightError, match=r"No space left on device.*files were removed"):
         publish(repository)
     assert list((tmp_path / "w" / "tensors").iterdir()) == []
 
