@@ -366,6 +366,17 @@ def derive_seed(*parts: str | int) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
 
 
+def rollout_seed(run_seed: int, *, task_index: int, sibling: int) -> int:
+    """Return the seed of a rollout: of its place in the data, whatever its group is called and however often it runs.
+
+    Args:
+        run_seed: of the run.
+        task_index: number of the task in the data stream.
+        sibling: number of the rollout in its group.
+    """
+    return derive_seed(run_seed, "rollout", task_index, sibling)
+
+
 def _encode_array(value: Any) -> Any:
     if isinstance(value, np.ndarray):
         array = cast("np.ndarray[Any, np.dtype[Any]]", value)

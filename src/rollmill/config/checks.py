@@ -194,7 +194,30 @@ def _data(config: RollmillConfig) -> Iterator[str]:
         )
 
 
-RULES: tuple[Rule, ...] = (_sampling, _lengths, _groups, _deadlines, _algorithm, _data)
+def _deterministic(config: RollmillConfig) -> Iterator[str]:
+    if not config.run.deterministic:
+        return
+    schedule = config.schedule
+    needed = (
+        ("schedule.max_staleness", schedule.max_staleness, 0, "which step a sample is trained at would follow speed"),
+        ("schedule.group_oversampling", schedule.group_oversampling, 1.0, "the groups that finish first would count"),
+        ("schedule.member_oversampling", schedule.member_oversampling, 0, "the siblings that finish first would count"),
+        ("generator.replicas", config.generator.replicas, 1, "which replica serves a group would follow load"),
+    )
+    for key, value, valid, why in needed:
+        if value != valid:
+            yield (
+                f"run.deterministic is true and {key} is {value:g}: {why}. Nearest valid values: {key} {valid:g}, or "
+                "run.deterministic false."
+            )
+    if config.run.on_generator_loss == "degrade":
+        yield (
+            'run.deterministic is true and run.on_generator_loss is "degrade": the last batch would hold what happened '
+            'to be ready. Nearest valid values: run.on_generator_loss "restart", or run.deterministic false.'
+        )
+
+
+RULES: tuple[Rule, ...] = (_sampling, _lengths, _groups, _deadlines, _algorithm, _data, _deterministic)
 
 
 def _slots(config: RollmillConfig) -> Iterator[str]:

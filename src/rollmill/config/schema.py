@@ -33,6 +33,10 @@ class RunSettings(Section):
     """Folder that holds run directories."""
     seed: int = knob(0, ge=0)
     """Seed of task order, sampling and initialisation."""
+    deterministic: bool = knob(False)
+    """Two runs with one seed give bit-identical weights on the same CPU, and so does a run that was killed and resumed.
+    Sampling goes in waves that nothing else joins, with no decision from rates or time; slower. Needs
+    schedule.max_staleness 0, no oversampling and one replica."""
     steps: int = knob(40, unit="optimizer steps", raising="longer run, more learning", lowering="shorter run", ge=1)
     """Optimizer steps to train."""
     stall_report_s: float = knob(

@@ -286,14 +286,15 @@ class Controller:
 
     def _close(self, instruction: CloseGroup) -> Group:
         rollouts = self._open_groups[instruction.group_id]
+        task_index = self._task_indices[instruction.group_id]
         shuffle = self.config.algorithm.reward_shuffle
         group = close_group(
             instruction.group_id,
-            task_index=self._task_indices[instruction.group_id],
+            task_index=task_index,
             rollouts=tuple(rollouts[rollout_id] for rollout_id in instruction.rollout_ids),
             settings=self.config.algorithm,
             optimizer_step_of=self._optimizer_steps.__getitem__,
-            shuffle_seed=derive_seed(self.config.run.seed, "shuffle", instruction.group_id) if shuffle else None,
+            shuffle_seed=derive_seed(self.config.run.seed, "shuffle", task_index) if shuffle else None,
         )
         return group
 
@@ -342,7 +343,10 @@ class Controller:
         try:
             rollout = await self._run_rollout(instruction)
             event: AnyEvent = event_of_rollout(
-                rollout, optimizer_step_of=self._optimizer_steps.__getitem__, at_s=self._clock.now_s()
+                rollout,
+                optimizer_step_of=self._optimizer_steps.__getitem__,
+                at_s=self._clock.now_s(),
+                deterministic=self.config.run.deterministic,
             )
         except Exception as error:
             # Unknown errors count as the data's, with their text, so that bugs surface in the ledger.

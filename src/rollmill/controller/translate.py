@@ -38,6 +38,7 @@ def scheduler_settings(config: RollmillConfig, *, training_size: int) -> Schedul
         prior_group_s=schedule.prior_group_s,
         prior_yield=schedule.prior_yield,
         data_limit=None if epochs is None else epochs * training_size,
+        deterministic=config.run.deterministic,
     )
 
 
@@ -54,14 +55,21 @@ def why_not_counted(outcome: Outcome) -> str:
             return f"infra_failed: {kind}"
 
 
+_TIMED = ("reward_failed(timeout)", "reward_failed(died)")
+"""Scores whose absence says how fast or how lucky the scorer was, not what the reply was worth."""
+
+
 def event_of_rollout(
-    rollout: Rollout, *, optimizer_step_of: Callable[[int], int], at_s: float
+    rollout: Rollout, *, optimizer_step_of: Callable[[int], int], at_s: float, deterministic: bool = False
 ) -> RolloutFinished | RolloutFailed:
     """Return what the core hears of a rollout that came back.
 
     A rollout whose last turn was aborted without the core asking for it has lost its engine or its deadline:
-    that is the infrastructure's failure, never a reward.
+    that is the infrastructure's failure, never a reward. In deterministic mode a scorer that took too long or died is
+    one too: a group without that sibling would be a result of timing.
     """
+    if deterministic and isinstance(rollout.outcome, Unscored) and rollout.outcome.reason in _TIMED:
+        return _infra(rollout.rollout_id, f"unscored: {rollout.outcome.reason}", at_s=at_s)
     last = rollout.turns[-1] if rollout.turns else None
     if isinstance(rollout.outcome, InfraFailed):
         return _infra(rollout.rollout_id, rollout.outcome.kind, at_s=at_s)

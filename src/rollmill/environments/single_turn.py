@@ -59,8 +59,8 @@ async def run_rollout(
         environment: poses the task and judges the reply.
         renderer: of the policy's model.
         generate: one generation call.
-        sampling: with the rollout's seed (from run, group and sibling; not the attempt, so that a rollout dispatched
-            again draws from the same stream). Each turn derives its own. Empty stop tokens mean the renderer's.
+        sampling: with the rollout's seed (from run, task number and sibling; neither the attempt nor the group's id,
+            so that a rollout dispatched again, or sampled again after a resume, draws from the same stream). Each turn derives its own. Empty stop tokens mean the renderer's.
         schedule: what becomes of a reply that the token cap cut.
         clock: stamps start, end and phases.
         request_deadline_s: deadline of each generation call; less where the rollout's own comes first.
@@ -89,6 +89,7 @@ async def run_rollout(
             group_key="" if turns else start.group_id,
             deadline_s=max(0.0, min(request_deadline_s, start.deadline_s - clock.now_s())),
             min_policy_version=min_policy_version,
+            wave=None if turns else start.wave,
         )
         turns.append(_finished(await generate(request), deadline_s=request.deadline_s))
         reply = renderer.decode(turns[-1].output_ids)

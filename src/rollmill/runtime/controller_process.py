@@ -36,7 +36,7 @@ from rollmill.scheduling.events import ReplicaJoined, RunResumed, RunStarted
 from rollmill.scheduling.instructions import StartRollout
 from rollmill.scheduling.settings import SchedulerSettings
 from rollmill.telemetry.run_directory import RunDirectory
-from rollmill.types import Rollout, SamplingParams, derive_seed
+from rollmill.types import Rollout, SamplingParams, rollout_seed
 from rollmill.weights.repository import LocalModelRepository
 
 REPLICA_DEADLINE_S = 300.0
@@ -242,7 +242,7 @@ class _Run:
             top_p=sampling.top_p,
             top_k=sampling.top_k,
             max_new_tokens=sampling.max_new_tokens,
-            seed=derive_seed(self.config.run.seed, instruction.group_id, instruction.sibling),
+            seed=rollout_seed(self.config.run.seed, task_index=instruction.task_index, sibling=instruction.sibling),
             stop_token_ids=self.renderer.stop_token_ids,
         )
 

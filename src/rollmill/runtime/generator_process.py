@@ -9,6 +9,7 @@ from rollmill.buffer.doorbell import Doorbell
 from rollmill.clock import SystemClock
 from rollmill.runtime.incarnation import Preflight, ProcessSeconds, read_record, write_record
 from rollmill.runtime.process import ProcessContext
+from rollmill.runtime.threads import make_torch_deterministic
 from rollmill.runtime.waiting import wait_until
 from rollmill.types import WeightManifest
 from rollmill.weights.repository import LocalModelRepository
@@ -26,6 +27,8 @@ def run_generator(context: ProcessContext) -> None:
     from rollmill.generator.main import build_engine, serve
 
     config, layout, clock = context.config, context.layout, SystemClock()
+    if config.run.deterministic:
+        make_torch_deterministic()
     preflight = read_record(layout.preflight, Preflight)
     repository = LocalModelRepository(
         layout.weights, transport=config.weights.transport, keep_versions=config.weights.keep_versions

@@ -235,7 +235,7 @@ class Supervisor:
             self._spawn(replica_name(index), threads=self._config.generator.threads)
 
     def _spawn(self, name: str, *, threads: int) -> None:
-        environment = process_environment(threads=threads)
+        environment = process_environment(threads=threads, deterministic=self._config.run.deterministic)
         spawned_at_s = self._clock.now_s()
         environment[PARENT_VARIABLE] = str(os.getpid())
         environment[SPAWNED_VARIABLE] = repr(spawned_at_s)

@@ -17,6 +17,7 @@ from rollmill.clock import SystemClock
 from rollmill.runtime.incarnation import Preflight, ProcessSeconds, read_record, write_record
 from rollmill.runtime.layout import CONTROLLER, replica_name
 from rollmill.runtime.process import ProcessContext
+from rollmill.runtime.threads import make_torch_deterministic
 from rollmill.weights.checkpoint import Checkpoint, model_files, read_checkpoint, write_checkpoint
 from rollmill.weights.repository import LocalModelRepository
 
@@ -36,6 +37,8 @@ def run_trainer(context: ProcessContext) -> None:
     from rollmill.trainer.loop import TrainerLoop
 
     config, layout, clock = context.config, context.layout, SystemClock()
+    if config.run.deterministic:
+        make_torch_deterministic()
     preflight = read_record(layout.preflight, Preflight)
     trainer, checkpoint = _load(context, preflight)
     stop = _StopFlag()

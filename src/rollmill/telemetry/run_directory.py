@@ -78,6 +78,9 @@ RESUMABLE: frozenset[str] = frozenset(
 )
 """Settings that may differ when a run is resumed: none of them changes what is learned from a sample."""
 
+FIXED_IF_DETERMINISTIC: frozenset[str] = frozenset({"generator.threads", "generator.max_slots", "trainer.threads"})
+"""Of those, the settings that change how arithmetic is rounded: fixed where bits must not change."""
+
 FOLDERS = ("checkpoints", "weights", "logs", "processes")
 
 
@@ -299,13 +302,14 @@ class RunDirectory:
 
     def _refuse_other_config(self, old: RollmillConfig, new: RollmillConfig) -> None:
         changed = differing_keys(old, new)
-        fixed = {key: pair for key, pair in changed.items() if key not in RESUMABLE}
+        free = RESUMABLE - FIXED_IF_DETERMINISTIC if old.run.deterministic else RESUMABLE
+        fixed = {key: pair for key, pair in changed.items() if key not in free}
         if fixed:
             rows = "\n".join(f"  {key}: {before!r} -> {after!r}" for key, (before, after) in fixed.items())
             raise RunDirectoryError(
                 f"{self.root} was started with other settings:\n{rows}\nThese change what is learned and stay as they "
                 f"were in a resumed run. Leave them out, or start a new run with another run.name. Free to change: "
-                f"{', '.join(sorted(RESUMABLE))}."
+                f"{', '.join(sorted(free))}."
             )
 
 

@@ -1,8 +1,8 @@
 """The embedded engine without threads: admission, prefill, decode, abort and weight swap, one step at a time.
 
 Decides which waiting requests enter the batch (first come first served; siblings of a group come along) and what KV is
-shared. Requests join and leave at every step; running sequences occupy slots 0..n-1 without holes. The requests of a wave
-(deterministic mode) are held until all have come, then run alone. The caller owns the loop: nothing here waits.
+shared. Requests join and leave at every step; running sequences occupy slots 0..n-1 without holes. The requests of a
+wave (deterministic mode) are held until all have come, then run alone. The caller owns the loop: nothing here waits.
 """
 
 from __future__ import annotations
