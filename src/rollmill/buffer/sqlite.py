@@ -26,7 +26,7 @@ from rollmill.buffer.protocol import (
     Transition,
 )
 from rollmill.buffer.rules import BatchRow, BatchState, GroupRow, GroupState
-from rollmill.buffer.sqlite_file import open_database, translated
+from rollmill.buffer.sqlite_file import SEALED, WHAT_TO_DO, damages, open_database, seal, translated
 from rollmill.errors import StoreError
 from rollmill.types import Group, decode, encode
 
@@ -53,6 +53,22 @@ class SqliteStore:
         self._leased_as: dict[int, str] = {}
         self._connection = open_database(self._path, create=create, busy_timeout_s=busy_timeout_s)
 
+    def verify(self) -> None:
+        """Look at the whole file: structure, seals, digests, gaps.
+
+        Raises:
+            StoreError: naming what is damaged, and what to do.
+        """
+        with self._transaction("DEFERRED") as db:
+            found = damages(db)
+        if found:
+            raise StoreError(f"{self._path} is damaged: {'; '.join(found)}. {WHAT_TO_DO}")
+
+    def known_groups(self, group_ids: Iterable[str]) -> set[str]:
+        """Return those of these ids that the store has ever stored."""
+        with self._transaction("DEFERRED") as db:
+            return {row.group_id for row in self._group_rows(db, group_ids)}
+
     @contextlib.contextmanager
     def _transaction(self, kind: str = "IMMEDIATE") -> Iterator[sqlite3.Connection]:
         """Run a block in one transaction; anything raised inside undoes all of it."""
@@ -71,8 +87,8 @@ class SqliteStore:
         blobs = [(group.group_id, encode(group)) for group in transition.puts]
         larger = [(group.group_id, encode(group)) for group in transition.replaces]
         with self._transaction() as db:
-            groups = {row.group_id: row for row in _group_rows(db, rules.mentioned_groups(transition))}
-            rules.check_transition(transition, groups=groups, batches=_mentioned_batches(db, transition))
+            groups = {row.group_id: row for row in self._group_rows(db, rules.mentioned_groups(transition))}
+            rules.check_transition(transition, groups=groups, batches=self._mentioned_batches(db, transition))
             db.executemany(
                 "INSERT INTO journal(sha256, entry) VALUES (?, ?)", [_sealed(entry) for entry in transition.journal]
             )
@@ -110,8 +126,11 @@ class SqliteStore:
                     "SELECT offset, sha256, entry FROM journal WHERE offset > ? ORDER BY offset LIMIT ?",
                     (at, _JOURNAL_PAGE),
                 ).fetchall()
-            for at, digest, entry in page:
-                yield at, _unsealed(digest, entry, what=f"journal entry {at}", path=self._path)
+            for offset, digest, entry in page:
+                if offset != at + 1:
+                    raise self._damaged(f"journal entry {at + 1}", "it is missing")
+                at = offset
+                yield at, self._unsealed(digest, entry, what=f"journal entry {at}")
             if len(page) < _JOURNAL_PAGE:
                 return
 
@@ -127,17 +146,17 @@ class SqliteStore:
     def _read_group(self, db: sqlite3.Connection, group_id: str) -> Group:
         found = db.execute("SELECT sha256, blob FROM samples WHERE group_id = ?", (group_id,)).fetchone()
         if found is None:
-            raise rules.missing_group(group_id, next(iter(_group_rows(db, [group_id])), None))
-        return decode(_unsealed(*found, what=f"group {group_id!r}", path=self._path), Group)
+            raise rules.missing_group(group_id, next(iter(self._group_rows(db, [group_id])), None))
+        return decode(self._unsealed(*found, what=f"group {group_id!r}"), Group)
 
     def lease_batch(self, *, optimizer_step: int, owner: str, now_s: float, lease_s: float) -> LeasedBatch | None:
         """Lease the batch assigned to this optimizer step, or return `None` if none is assigned yet."""
         with self._transaction() as db:
-            batch = _batch(db, "optimizer_step", optimizer_step)
+            batch = self._batch(db, "optimizer_step", optimizer_step)
             if batch is None:
                 return None
             rules.check_lease(batch, owner=owner, now_s=now_s)
-            groups = tuple(self._read_group(db, group_id) for group_id in _members(db, batch.batch_id))
+            groups = tuple(self._read_group(db, group_id) for group_id in self._members(db, batch.batch_id))
             expires_s = now_s + lease_s
             db.execute(
                 "UPDATE batches SET state = 'leased', owner = ?, expires_s = ? WHERE batch_id = ?",
@@ -151,13 +170,13 @@ class SqliteStore:
     def renew_lease(self, *, batch_id: int, owner: str, now_s: float, lease_s: float) -> None:
         """Extend a lease to `now_s + lease_s`."""
         with self._transaction() as db:
-            rules.check_holder(_batch(db, "batch_id", batch_id), batch_id=batch_id, owner=owner, doing="renew")
+            rules.check_holder(self._batch(db, "batch_id", batch_id), batch_id=batch_id, owner=owner, doing="renew")
             db.execute("UPDATE batches SET expires_s = ? WHERE batch_id = ?", (now_s + lease_s, batch_id))
 
     def release_batch(self, *, batch_id: int, owner: str) -> None:
         """Give a leased batch back untrained; it stays assigned."""
         with self._transaction() as db:
-            rules.check_holder(_batch(db, "batch_id", batch_id), batch_id=batch_id, owner=owner, doing="release")
+            rules.check_holder(self._batch(db, "batch_id", batch_id), batch_id=batch_id, owner=owner, doing="release")
             db.execute(
                 "UPDATE batches SET state = 'assigned', owner = NULL, expires_s = NULL WHERE batch_id = ?", (batch_id,)
             )
@@ -167,8 +186,9 @@ class SqliteStore:
         batch_id = record.batch_id
         owner = owner or self._leased_as.get(batch_id)
         with self._transaction() as db:
-            batch = rules.check_holder(_batch(db, "batch_id", batch_id), batch_id=batch_id, owner=owner, doing="record")
-            rules.check_step(record, batch=batch, group_ids=_members(db, batch_id))
+            found = self._batch(db, "batch_id", batch_id)
+            batch = rules.check_holder(found, batch_id=batch_id, owner=owner, doing="record")
+            rules.check_step(record, batch=batch, group_ids=self._members(db, batch_id))
             db.execute(
                 "INSERT INTO steps(optimizer_step, policy_version, sha256, record) VALUES (?, ?, ?, ?)",
                 (record.optimizer_step, record.policy_version, *_sealed(encode(record))),
@@ -185,13 +205,16 @@ class SqliteStore:
         """Return (row, record) after that row: of the surviving history, or of the abandoned ones."""
         with self._transaction("DEFERRED") as db:
             found = db.execute(
-                "SELECT row, sha256, record FROM steps WHERE row > ? AND abandoned = ? ORDER BY row",
-                (after, int(abandoned)),
+                f"SELECT sha256, record, seal, {', '.join(SEALED['steps'])} FROM steps WHERE row > ? ORDER BY row",
+                (after,),
             ).fetchall()
-        return [
-            (row, decode(_unsealed(digest, data, what=f"step record {row}", path=self._path), StepRecord))
-            for row, digest, data in found
-        ]
+        records: list[tuple[int, StepRecord]] = []
+        for digest, data, said, *columns in found:
+            row, gone = columns[0], columns[-1]
+            self._check_seal(said, columns, what=f"step record {row}")
+            if bool(gone) is abandoned:
+                records.append((row, decode(self._unsealed(digest, data, what=f"step record {row}"), StepRecord)))
+        return records
 
     def leased_batches(self) -> Sequence[int]:
         """Return the ids of the batches that a trainer holds now, ascending."""
@@ -214,7 +237,9 @@ class SqliteStore:
             StoreError: if the checkpoint speaks of groups or journal entries that this store does not have.
         """
         with self._transaction() as db:
-            plan = rules.plan_reconciliation(commit, groups=_group_rows(db, None), journal_entries=_journal_entries(db))
+            plan = rules.plan_reconciliation(
+                commit, groups=self._group_rows(db, None), journal_entries=_journal_entries(db)
+            )
             db.executemany(
                 "UPDATE groups SET state = 'trained', trained_step = ? WHERE group_id = ?",
                 [(step, group_id) for group_id, step in plan.trained],
@@ -246,22 +271,27 @@ class SqliteStore:
         text = rules.encode_note(key, value)
         with self._transaction() as db:
             db.execute(
-                "INSERT INTO notes VALUES (?, ?) ON CONFLICT(key) DO UPDATE SET value = excluded.value", (key, text)
+                "INSERT INTO notes(key, value) VALUES (?, ?) ON CONFLICT(key) DO UPDATE SET value = excluded.value",
+                (key, text),
             )
 
     def note(self, key: str, default: Any = None) -> Any:
         """Return a note, or `default` where there is none."""
         with self._transaction("DEFERRED") as db:
-            found = db.execute("SELECT value FROM notes WHERE key = ?", (key,)).fetchone()
-        return default if found is None else json.loads(found[0])
+            found = db.execute("SELECT value, seal FROM notes WHERE key = ?", (key,)).fetchone()
+        return default if found is None else self._read_note(key, *found)
 
     def notes(self, *, prefix: str) -> dict[str, Any]:
         """Return all notes whose key begins with `prefix`."""
         with self._transaction("DEFERRED") as db:
             found = db.execute(
-                "SELECT key, value FROM notes WHERE substr(key, 1, ?) = ? ORDER BY key", (len(prefix), prefix)
+                "SELECT key, value, seal FROM notes WHERE substr(key, 1, ?) = ? ORDER BY key", (len(prefix), prefix)
             ).fetchall()
-        return {key: json.loads(text) for key, text in found}
+        return {key: self._read_note(key, text, said) for key, text, said in found}
+
+    def _read_note(self, key: str, text: str, said: bytes | None) -> Any:
+        self._check_seal(said, (key, text), what=f"note {key!r}")
+        return json.loads(text)
 
     def statistics(self) -> StoreStatistics:
         """Return depth and bytes by state."""
@@ -286,33 +316,23 @@ class SqliteStore:
         with self._lock, translated(self._path):
             self._connection.close()
 
+    # reading with a comparison
 
-def _sealed(data: bytes) -> tuple[bytes, bytes]:
-    return hashlib.sha256(data).digest(), data
+    def _group_rows(self, db: sqlite3.Connection, ids: Iterable[str] | None) -> list[GroupRow]:
+        """Return the rows of these groups, or of all, oldest first."""
+        query = f"SELECT seal, {', '.join(SEALED['groups'])} FROM groups"
+        if ids is None:
+            found = db.execute(f"{query} ORDER BY seq")
+        else:
+            found = db.execute(
+                f"{query} WHERE group_id IN (SELECT value FROM json_each(?)) ORDER BY seq", (json.dumps(sorted(ids)),)
+            )
+        return [self._group_row(*row) for row in found]
 
-
-def _unsealed(digest: bytes, data: bytes, *, what: str, path: Path) -> bytes:
-    found = hashlib.sha256(data).digest()
-    if found != digest:
-        raise StoreError(
-            f"{what} in {path} is damaged: its sha256 is {found.hex()[:16]}..., written was {digest.hex()[:16]}... "
-            "The disk or another program changed the file. Check the disk; restore the file from a copy, or resume "
-            "from a checkpoint into a new run directory."
-        )
-    return data
-
-
-def _group_rows(db: sqlite3.Connection, ids: Iterable[str] | None) -> list[GroupRow]:
-    """Return the rows of these groups, or of all, oldest first."""
-    query = "SELECT group_id, state, batch_id, position, trained_step, reason FROM groups"
-    if ids is None:
-        found = db.execute(f"{query} ORDER BY seq")
-    else:
-        found = db.execute(
-            f"{query} WHERE group_id IN (SELECT value FROM json_each(?)) ORDER BY seq", (json.dumps(sorted(ids)),)
-        )
-    return [
-        GroupRow(
+    def _group_row(self, said: bytes | None, group_id: str, *columns: Any) -> GroupRow:
+        self._check_seal(said, (group_id, *columns), what=f"the row of group {group_id!r}")
+        state, batch_id, position, trained_step, reason = columns
+        return GroupRow(
             group_id=group_id,
             state=GroupState(state),
             batch_id=batch_id,
@@ -320,38 +340,57 @@ def _group_rows(db: sqlite3.Connection, ids: Iterable[str] | None) -> list[Group
             trained_step=trained_step,
             reason=reason,
         )
-        for group_id, state, batch_id, position, trained_step, reason in found
-    ]
+
+    def _mentioned_batches(self, db: sqlite3.Connection, transition: Transition) -> list[BatchRow]:
+        found = [self._batch(db, "batch_id", assignment.batch_id) for assignment in transition.assignments]
+        found += [self._batch(db, "optimizer_step", assignment.optimizer_step) for assignment in transition.assignments]
+        return [batch for batch in found if batch is not None]
+
+    def _batch(self, db: sqlite3.Connection, column: str, value: int) -> BatchRow | None:
+        found = db.execute(
+            f"SELECT seal, {', '.join(SEALED['batches'])} FROM batches WHERE {column} = ?", (value,)
+        ).fetchone()
+        if found is None:
+            return None
+        said, *columns = found
+        batch_id, optimizer_step, _, state, owner, expires_s = columns
+        self._check_seal(said, columns, what=f"the row of batch {batch_id}")
+        return BatchRow(
+            batch_id=batch_id, optimizer_step=optimizer_step, state=BatchState(state), owner=owner, expires_s=expires_s
+        )
+
+    def _members(self, db: sqlite3.Connection, batch_id: int) -> list[str]:
+        """Return the ids of a batch's groups in their order; exactly as many as were assigned."""
+        query = f"SELECT seal, {', '.join(SEALED['groups'])} FROM groups WHERE batch_id = ? ORDER BY position"
+        members = [self._group_row(*row).group_id for row in db.execute(query, (batch_id,))]
+        ((wanted,),) = db.execute("SELECT groups FROM batches WHERE batch_id = ?", (batch_id,)).fetchall()
+        if len(members) != wanted:
+            raise self._damaged(f"batch {batch_id}", f"it has {len(members)} groups, {wanted} were assigned")
+        return members
+
+    def _check_seal(self, said: bytes | None, columns: Iterable[object], *, what: str) -> None:
+        if said != seal(*columns):
+            raise self._damaged(what, "its seal does not fit")
+
+    def _unsealed(self, digest: bytes, data: bytes, *, what: str) -> bytes:
+        found = hashlib.sha256(data).digest()
+        if found != digest:
+            raise self._damaged(what, f"its sha256 is {found.hex()[:16]}..., written was {digest.hex()[:16]}...")
+        return data
+
+    def _damaged(self, what: str, why: str) -> StoreError:
+        return StoreError(f"{what} in {self._path} is damaged: {why}. {WHAT_TO_DO}")
 
 
-def _mentioned_batches(db: sqlite3.Connection, transition: Transition) -> list[BatchRow]:
-    found = [_batch(db, "batch_id", assignment.batch_id) for assignment in transition.assignments]
-    found += [_batch(db, "optimizer_step", assignment.optimizer_step) for assignment in transition.assignments]
-    return [batch for batch in found if batch is not None]
-
-
-def _batch(db: sqlite3.Connection, column: str, value: int) -> BatchRow | None:
-    found = db.execute(
-        f"SELECT batch_id, optimizer_step, state, owner, expires_s FROM batches WHERE {column} = ?", (value,)
-    ).fetchone()
-    if found is None:
-        return None
-    batch_id, optimizer_step, state, owner, expires_s = found
-    return BatchRow(
-        batch_id=batch_id, optimizer_step=optimizer_step, state=BatchState(state), owner=owner, expires_s=expires_s
-    )
-
-
-def _members(db: sqlite3.Connection, batch_id: int) -> list[str]:
-    found = db.execute("SELECT group_id FROM groups WHERE batch_id = ? ORDER BY position", (batch_id,))
-    return [group_id for (group_id,) in found]
+def _sealed(data: bytes) -> tuple[bytes, bytes]:
+    return hashlib.sha256(data).digest(), data
 
 
 def _assign(db: sqlite3.Connection, transition: Transition) -> None:
     for assignment in transition.assignments:
         db.execute(
-            "INSERT INTO batches(batch_id, optimizer_step, state) VALUES (?, ?, 'assigned')",
-            (assignment.batch_id, assignment.optimizer_step),
+            "INSERT INTO batches(batch_id, optimizer_step, groups, state) VALUES (?, ?, ?, 'assigned')",
+            (assignment.batch_id, assignment.optimizer_step, len(assignment.group_ids)),
         )
         db.executemany(
             "UPDATE groups SET state = 'assigned', batch_id = ?, position = ? WHERE group_id = ?",

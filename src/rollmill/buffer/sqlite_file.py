@@ -1,4 +1,7 @@
-"""The database file behind `SqliteStore`: opening, schema, and SQLite's errors in our words.
+"""The database file behind `SqliteStore`: opening, schema, damage, and SQLite's errors in our words.
+
+SQLite has no checksum of its own pages. So every row that says something carries one: large values a sha256 beside
+them, small rows a `seal` over their columns, kept by triggers. Whatever is read is compared; `damages` looks at all.
 
 Decides nothing about samples.
 """
@@ -7,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import hashlib
 import os
 import shutil
 import sqlite3
@@ -15,7 +19,12 @@ from pathlib import Path
 
 from rollmill.errors import RollmillError, RunDirectoryError, StoreError
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
+WHAT_TO_DO = (
+    "The disk or another program changed it; check the disk. Without its books a run cannot go on: restore "
+    "store.sqlite with its -wal file from a copy and resume. What a checkpoint learned is safe: start a new run with "
+    "--set model.source=<the newest folder in checkpoints>."
+)
 _APPLICATION_ID = 0x524D5354  # "RMST": tells our file from any other SQLite database
 
 _SCHEMA = """
@@ -31,7 +40,8 @@ CREATE TABLE groups (
     batch_id INTEGER,
     position INTEGER,
     trained_step INTEGER,
-    reason TEXT
+    reason TEXT,
+    seal BLOB
 ) STRICT;
 CREATE INDEX groups_of_batch ON groups(batch_id, position);
 CREATE TABLE samples (
@@ -42,9 +52,11 @@ CREATE TABLE samples (
 CREATE TABLE batches (
     batch_id INTEGER PRIMARY KEY,
     optimizer_step INTEGER NOT NULL UNIQUE,
+    groups INTEGER NOT NULL,
     state TEXT NOT NULL CHECK (state IN ('assigned', 'leased', 'trained')),
     owner TEXT,
-    expires_s REAL
+    expires_s REAL,
+    seal BLOB
 ) STRICT;
 CREATE TABLE steps (
     row INTEGER PRIMARY KEY AUTOINCREMENT,
@@ -52,10 +64,71 @@ CREATE TABLE steps (
     policy_version INTEGER NOT NULL,
     abandoned INTEGER NOT NULL DEFAULT 0,
     sha256 BLOB NOT NULL,
-    record BLOB NOT NULL
+    record BLOB NOT NULL,
+    seal BLOB
 ) STRICT;
-CREATE TABLE notes (key TEXT PRIMARY KEY, value TEXT NOT NULL) STRICT;
+CREATE TABLE notes (key TEXT PRIMARY KEY, value TEXT NOT NULL, seal BLOB) STRICT;
 """
+
+SEALED = {
+    "groups": ("group_id", "state", "batch_id", "position", "trained_step", "reason"),
+    "batches": ("batch_id", "optimizer_step", "groups", "state", "owner", "expires_s"),
+    "steps": ("row", "optimizer_step", "policy_version", "abandoned"),
+    "notes": ("key", "value"),
+}
+"""Columns that the seal of a row covers; the first names the row."""
+_DIGESTED = {"journal": ("offset", "entry"), "samples": ("group_id", "blob"), "steps": ("row", "record")}
+_LISTED = 5
+
+
+def seal(*values: object) -> bytes:
+    """Return the checksum of a row's columns."""
+    return hashlib.blake2b(repr(values).encode(), digest_size=8).digest()
+
+
+def _triggers() -> str:
+    """Return the triggers that keep the seals: no statement that changes a row can forget it."""
+    return "\n".join(
+        _trigger(table, event, columns)
+        for table, columns in SEALED.items()
+        for event in ("INSERT", f"UPDATE OF {', '.join(columns)}")
+    )
+
+
+def _trigger(table: str, event: str, columns: tuple[str, ...]) -> str:
+    new = ", ".join(f"NEW.{column}" for column in columns)
+    return (
+        f"CREATE TRIGGER {table}_sealed_{event.split()[0].lower()} AFTER {event} ON {table} BEGIN "
+        f"UPDATE {table} SET seal = seal({new}) WHERE rowid = NEW.rowid; END;"
+    )
+
+
+def damages(connection: sqlite3.Connection) -> tuple[str, ...]:
+    """Return every damage of the file in words: its structure, its seals, its digests, gaps in the journal."""
+    found = [f"structure: {text}" for (text,) in connection.execute("PRAGMA integrity_check(5)") if text != "ok"]
+    if found:
+        # The rows of a broken tree cannot be trusted to be all the rows.
+        return tuple(found)
+    for table, columns in SEALED.items():
+        names = f"SELECT {columns[0]} FROM {table} WHERE seal IS NOT seal({', '.join(columns)})"
+        found += _listed(f"{table}: the seal does not fit the row", connection.execute(names))
+    for table, (name, value) in _DIGESTED.items():
+        names = f"SELECT {name} FROM {table} WHERE sha256 IS NOT sha256({value})"
+        found += _listed(f"{table}: the digest does not fit the content", connection.execute(names))
+    (entries, last) = connection.execute("SELECT COUNT(*), COALESCE(MAX(offset), 0) FROM journal").fetchone()
+    if entries != last:
+        found.append(f"journal: {last - entries} of {last} entries are missing")
+    lacking = "SELECT group_id FROM groups WHERE state != 'dropped' AND group_id NOT IN (SELECT group_id FROM samples)"
+    found += _listed("samples: missing", connection.execute(lacking))
+    return tuple(found)
+
+
+def _listed(what: str, rows: sqlite3.Cursor) -> list[str]:
+    names = [str(name) for (name,) in rows]
+    if not names:
+        return []
+    more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
+    return [f"{what}: {', '.join(names[:_LISTED])}{more}"]
 
 
 def open_database(path: Path, *, create: bool, busy_timeout_s: float) -> sqlite3.Connection:
@@ -68,8 +141,10 @@ def open_database(path: Path, *, create: bool, busy_timeout_s: float) -> sqlite3
     with translated(path):
         connection = sqlite3.connect(path, timeout=busy_timeout_s, isolation_level=None, check_same_thread=False)
         try:
+            connection.create_function("seal", -1, seal, deterministic=True)
+            connection.create_function("sha256", 1, lambda data: hashlib.sha256(data).digest(), deterministic=True)
             with _directory_lock(path.parent):
-                _prepare(connection, path)
+                _prepare(connection, path, create=create)
         except BaseException:
             connection.close()
             raise
@@ -108,10 +183,15 @@ def _directory_lock(directory: Path) -> Iterator[None]:
         os.close(handle)
 
 
-def _prepare(connection: sqlite3.Connection, path: Path) -> None:
+def _prepare(connection: sqlite3.Connection, path: Path, *, create: bool) -> None:
     (application,) = connection.execute("PRAGMA application_id").fetchone()
     (version,) = connection.execute("PRAGMA user_version").fetchone()
     (tables,) = connection.execute("SELECT COUNT(*) FROM sqlite_schema").fetchone()
+    if not tables and not create:
+        raise RunDirectoryError(
+            f"{path} is empty: its beginning was cut off, or the run was killed before its first event. Restore the "
+            "file from a copy, or start a new run."
+        )
     if tables and application != _APPLICATION_ID:
         raise RunDirectoryError(
             f"{path} is a SQLite database of another program. Choose another run.directory; nothing was changed."
@@ -130,7 +210,7 @@ def _prepare(connection: sqlite3.Connection, path: Path) -> None:
     connection.execute("PRAGMA synchronous = FULL")
     if not tables:
         connection.executescript(
-            f"BEGIN IMMEDIATE; {_SCHEMA} PRAGMA application_id = {_APPLICATION_ID}; "
+            f"BEGIN IMMEDIATE; {_SCHEMA} {_triggers()} PRAGMA application_id = {_APPLICATION_ID}; "
             f"PRAGMA user_version = {SCHEMA_VERSION}; COMMIT;"
         )
 
@@ -169,8 +249,5 @@ def translate(error: sqlite3.Error, *, path: Path) -> RollmillError:
             "stopped or swapped-out process of this run; the change was undone."
         )
     if name.startswith("SQLITE_CORRUPT"):
-        return StoreError(
-            f"{said}. The file is damaged. Check the disk; restore the file from a copy, or resume from a checkpoint "
-            "into a new run directory."
-        )
+        return StoreError(f"{said}. The file is damaged. {WHAT_TO_DO}")
     return StoreError(f"{said}. The change was undone. Check the disk and the kernel's log, then resume.")

@@ -7,6 +7,7 @@ words. A crash at any point of this leaves a directory on which it can be done a
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 import msgspec
@@ -18,6 +19,9 @@ from rollmill.runtime.incarnation import Incarnation, read_record, write_record
 from rollmill.runtime.layout import ProcessLayout
 from rollmill.weights.checkpoint import Checkpoint, latest_checkpoint, list_checkpoints, set_aside_newer
 from rollmill.weights.manifests import Manifests
+
+WITNESS_BYTES = 8 << 20
+"""More than SQLite keeps in a write-ahead log before it folds it back."""
 
 
 def first_incarnation(layout: ProcessLayout) -> Incarnation:
@@ -42,6 +46,8 @@ def next_incarnation(layout: ProcessLayout) -> Incarnation:
     moved = set_aside_newer(layout.checkpoints, than=commit.optimizer_step)
     store = SqliteStore(layout.store)
     try:
+        store.verify()
+        lost = lost_groups(layout.run_directory / "rollouts.jsonl", store=store)
         reconciliation = store.reconcile(commit)
         store.set_note("phase", "starting")
     finally:
@@ -57,7 +63,7 @@ def next_incarnation(layout: ProcessLayout) -> Incarnation:
             layout.weights, commit=commit, recorded=reconciliation.abandoned_versions
         ),
         parent_version=None if checkpoint is None else commit.policy_version,
-        repairs=(*before.repairs, *_said(checkpoint, moved)),
+        repairs=tuple(dict.fromkeys((*before.repairs, *_passed_over(checkpoint, moved), *_lost(lost)))),
     )
     for stale in layout.processes.glob("*.address.json"):
         stale.unlink()
@@ -101,7 +107,44 @@ def _is_later(manifests: Manifests, version: int, *, commit: CommitPoint) -> boo
         return True
 
 
-def _said(checkpoint: Checkpoint | None, moved: tuple[Path, ...]) -> tuple[str, ...]:
+def lost_groups(reported: Path, *, store: SqliteStore) -> tuple[str, ...]:
+    """Return the groups that the run reported as stored and that the store does not know.
+
+    The report is written after the store has answered, so it is a witness: a write-ahead log that is damaged or
+    missing takes the newest transactions with it, whole, and SQLite does not say so. Only the newest are looked at:
+    what is lost in this way always includes the last.
+
+    Args:
+        reported: `rollouts.jsonl` of the run.
+    """
+    if not reported.exists():
+        return ()
+    with reported.open("rb") as file:
+        file.seek(max(0, reported.stat().st_size - WITNESS_BYTES))
+        tail = file.read()
+    named: list[str] = []
+    for line in tail.splitlines():
+        with contextlib.suppress(msgspec.DecodeError):  # the first line may be cut, the last torn by the crash
+            named.append(msgspec.json.decode(line, type=_Reported).group_id)
+    known = store.known_groups(named)
+    return tuple(sorted({group_id for group_id in named if group_id not in known}))
+
+
+class _Reported(msgspec.Struct):
+    group_id: str
+
+
+def _lost(groups: tuple[str, ...]) -> tuple[str, ...]:
+    if not groups:
+        return ()
+    names = ", ".join(groups[:3]) + (", ..." if len(groups) > 3 else "")
+    return (
+        f"The store has lost {len(groups)} groups that it had acknowledged ({names}): the end of its write-ahead log "
+        "was damaged, or store.sqlite-wal is missing. Their tasks are sampled again. Check the disk.",
+    )
+
+
+def _passed_over(checkpoint: Checkpoint | None, moved: tuple[Path, ...]) -> tuple[str, ...]:
     if not moved:
         return ()
     skipped = checkpoint.skipped if checkpoint is not None else ()

@@ -8,9 +8,9 @@ import msgspec
 import pytest
 import torch
 
-from buffer_builders import a_step, assign, commit_at, put
+from buffer_builders import a_step, assign, commit_at, drop, put
 from rollmill.buffer import SqliteStore
-from rollmill.errors import CheckpointError
+from rollmill.errors import CheckpointError, StoreError
 from rollmill.runtime.layout import ProcessLayout
 from rollmill.runtime.resume import abandoned_versions, first_incarnation, next_incarnation
 from rollmill.weights import LocalModelRepository, write_checkpoint
@@ -126,3 +126,56 @@ def test_a_version_whose_manifest_is_damaged_counts_as_abandoned(tmp_path: Path)
     layout = a_run(tmp_path, steps=2)
     (layout.weights / "manifests" / "v000003.json").write_text("{")
     assert abandoned_versions(layout.weights, commit=commit_at(2, version=2), recorded=()) == (3,)
+
+
+def report(layout: ProcessLayout, *groups: str) -> None:
+    with (layout.run_directory / "rollouts.jsonl").open("a") as file:
+        for group in groups:
+            file.write(f'{{"group_id":"{group}","rollout_id":"{group}/0.0"}}\n')
+
+
+def test_acknowledged_groups_that_a_lost_log_took_are_said(tmp_path: Path) -> None:
+    """The log is copied away before the last group comes, as a file system that lost it would have it."""
+    layout = a_run(tmp_path, steps=2)
+    store = SqliteStore(layout.store)
+    store.apply(put("g3", journal=(b"e",)))
+    logged = layout.store.with_name("store.sqlite-wal").read_bytes()
+    store.apply(put("g4", journal=(b"e",)))
+    at_the_kill = layout.store.read_bytes()
+    store.close()
+    layout.store.write_bytes(at_the_kill)
+    layout.store.with_name("store.sqlite-wal").write_bytes(logged)
+    report(layout, "g1", "g2", "g3", "g4")
+    (said,) = next_incarnation(layout).repairs
+    assert "lost 1 groups that it had acknowledged (g4)" in said
+    assert "sampled again" in said
+
+
+def test_what_was_reported_and_is_stored_is_no_loss_whatever_became_of_it(tmp_path: Path) -> None:
+    layout = a_run(tmp_path, steps=2)
+    store = SqliteStore(layout.store)
+    store.apply(put("g3"))
+    store.apply(drop("g3", "zero_advantage"))
+    store.close()
+    report(layout, "g1", "g2", "g3")
+    with (layout.run_directory / "rollouts.jsonl").open("a") as file:
+        file.write('{"group_id": "g9')  # torn by the kill: it was not acknowledged to anybody
+    assert next_incarnation(layout).repairs == ()
+
+
+def test_a_damaged_store_is_refused_with_what_can_be_saved(tmp_path: Path) -> None:
+    layout = a_run(tmp_path, steps=2)
+    checkpoint(layout, 2, "g1", "g2")
+    data = bytearray(layout.store.read_bytes())
+    data[data.rindex(b"trainable")] ^= 1  # inside the samples of a group
+    layout.store.write_bytes(bytes(data))
+    with pytest.raises(StoreError, match=r"is damaged: samples: the digest .* --set model\.source=<the newest folder"):
+        next_incarnation(layout)
+
+
+def test_a_store_that_is_gone_while_a_checkpoint_is_there_is_refused(tmp_path: Path) -> None:
+    layout = a_run(tmp_path, steps=2)
+    checkpoint(layout, 2, "g1", "g2")
+    layout.store.unlink()
+    with pytest.raises(StoreError, match="Checkpoint and store belong to different runs"):
+        next_incarnation(layout)
