@@ -202,6 +202,13 @@ class TrainerSettings(Section):
     """Steps between checkpoints; one is always written at the end and on Ctrl-C."""
     keep_checkpoints: int = knob(2, unit="checkpoints", raising="more disk", lowering="less disk", ge=1)
     """Newest checkpoints kept."""
+    checkpoint_in_background: bool | None = knob(None)
+    """Copy the state (weights and moments) and write it while the next steps train. `None` does so where the copy fits
+    into free memory twice. The last checkpoint of a run is always waited for."""
+    checkpoint_deadline_s: float = knob(
+        600.0, unit="s", raising="tolerates a slower disk", lowering="a hanging disk ends the run sooner", gt=0
+    )
+    """Longest wait for a checkpoint that is written in the background."""
     batch_deadline_s: float = knob(
         600.0, unit="s", raising="tolerates slower generation", lowering="an empty wait ends sooner", gt=0
     )
@@ -336,6 +343,10 @@ class WeightSettings(Section):
     """Shared memory, or files in the run directory; `auto` takes shared memory where it has room."""
     keep_versions: int = knob(3, unit="versions", raising="more memory", lowering="less memory", ge=2)
     """Published versions kept beside those that somebody holds."""
+    publish_deadline_s: float = knob(
+        120.0, unit="s", raising="tolerates slower disks", lowering="a hung publication ends the run sooner", gt=0
+    )
+    """Longest wait of the trainer for a publication that is being digested and committed in the background."""
     canary_tolerance: float = knob(
         1e-3, unit="nats", raising="tolerates more numerical difference", lowering="stricter", gt=0
     )

@@ -123,6 +123,11 @@ def checkpoint_due(*, optimizer_step: int, every_steps: int, written_at: int | N
     return optimizer_step % every_steps == 0 and optimizer_step != written_at
 
 
+def background_pays(*, state_bytes: int, free_bytes: int) -> bool:
+    """Return whether a copy of the trainer's state fits and leaves as much free again, for whatever else grows."""
+    return free_bytes >= 2 * state_bytes
+
+
 def publication_due(latest: WeightManifest | None, *, history_id: str, optimizer_step: int) -> bool:
     """Return whether the present weights still have to be published, at the start of a new or resumed run."""
     return latest is None or (latest.history_id, latest.optimizer_step) != (history_id, optimizer_step)
