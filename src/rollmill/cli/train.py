@@ -55,6 +55,8 @@ def train_command(
         for warning in planned.warnings:
             click.echo(f"warning: {warning}", err=True)
     directory, layout, incarnation = _open(loaded, resume_directory)
+    for repair in incarnation.repairs:
+        click.echo(f"warning: {repair}", err=True)
     with TrainView(directory, as_json=as_json) as view:
         end = Supervisor(config=loaded.config, layout=layout, incarnation=incarnation, refresh_view=view.refresh).run()
     _finish(directory, layout, end, as_json=as_json)

@@ -41,6 +41,7 @@ def write_summary(directory: RunDirectory, layout: ProcessLayout, *, failure: Fa
     finally:
         store.close()
     reports = process_seconds(layout, segments)
+    incarnation = read_record(layout.incarnation, Incarnation)
     # The controller's seconds are of no interest: it never limits and does one thing.
     reports.pop(CONTROLLER, None)
     summary = build_summary(
@@ -64,7 +65,8 @@ def write_summary(directory: RunDirectory, layout: ProcessLayout, *, failure: Fa
         bound_seconds=view.seconds_bound,
         settings={row.key: row.value for row in explain(loaded)},
         extra={
-            "incarnations": read_record(layout.incarnation, Incarnation).number,
+            "incarnations": incarnation.number,
+            "repairs": list(incarnation.repairs),
             "failure": None
             if failure is None
             else {"process": failure.process, "code": failure.code, "message": failure.message},

@@ -160,6 +160,7 @@ def render_summary(summary: Mapping[str, Any]) -> str:
     lines += ["", "where the seconds went"]
     lines += [_seconds_line(owner, causes) for owner, causes in summary["seconds"].items()]
     lines += ["", bound_sentence(summary["bound_by"])]
+    lines += [f"repaired: {repair}" for repair in summary.get("repairs", ())]
     lines += [f"problem: {problem}" for problem in summary["books"]]
     if summary["advice"]:
         lines.append("Try next:")
