@@ -2,17 +2,19 @@
 
     waits for                      woken by      looks again after   gives up after
     the batch of its own step      doorbell      RECHECK_S           trainer.batch_deadline_s
+    the publication before         its thread    -                   weights.publish_deadline_s
+    the checkpoint before          its thread    -                   trainer.checkpoint_deadline_s
 
 Effects only: what to do is in `rollmill.trainer.decisions`, the update in `rollmill.trainer.step`. Never talks to the
-generator: the store and the repository stand between them. The order after an update is publish, record, ring,
-checkpoint: the generator gets the weights first, the books say "trained" only of published weights, and the checkpoint,
-which makes it final, keeps nobody waiting.
+generator: the store and the repository stand between them. After an update the weights are copied; the next step may
+begin while the copy is committed, its step recorded and the bell rung, in this order, so that the books say "trained"
+only of published weights (`rollmill.trainer.publication`). A checkpoint waits for that: it makes the step final.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from concurrent.futures import Executor
 
 import msgspec
 import numpy as np
@@ -22,6 +24,7 @@ from rollmill.clock import Clock
 from rollmill.config.schema import RollmillConfig
 from rollmill.errors import DeadlineExceeded, Fault, StoreError
 from rollmill.ledger.seconds import SecondsLedger, TrainerCause
+from rollmill.trainer.checkpointing import Checkpointer, CheckpointWriter
 from rollmill.trainer.decisions import (
     STOPPING_PHASE,
     EndReason,
@@ -32,25 +35,13 @@ from rollmill.trainer.decisions import (
     publication_due,
 )
 from rollmill.trainer.metrics import StepMetrics
-from rollmill.trainer.step import Trainer, TrainerState
-from rollmill.types import WeightManifest
-from rollmill.weights.protocol import ModelRepository
+from rollmill.trainer.publication import Publisher
+from rollmill.trainer.step import Trainer
+from rollmill.weights.protocol import ModelRepository, Publication
 
 OWNER = "trainer"
 RECHECK_S = 1.0
 """Longest sleep in a wait: a ring may be lost, and a signal does not ring."""
-
-
-class CheckpointWriter(Protocol):
-    """Makes a state durable; the rename of a checkpoint is the commit point of the run."""
-
-    def write(self, state: TrainerState, *, commit: CommitPoint) -> None:
-        """Return when the checkpoint is durable and visible.
-
-        Raises:
-            Fault: if it could not be written; the checkpoint before it stays.
-        """
-        ...
 
 
 class LoopResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -83,6 +74,8 @@ class TrainerLoop:
         start_s: clock when the process started; the seconds before `run` are `startup`.
         committed_step: optimizer step of the checkpoint that this run resumed from; `None` for a new run.
         parent_version: policy version that the checkpoint names; parent of the first publication after a resume.
+        executor: runs the commits of publications, one at a time; a thread of its own if `None`.
+        checkpoint_executor: runs the writes of checkpoints in the background, likewise.
     """
 
     def __init__(
@@ -103,6 +96,8 @@ class TrainerLoop:
         start_s: float | None = None,
         committed_step: int | None = None,
         parent_version: int | None = None,
+        executor: Executor | None = None,
+        checkpoint_executor: Executor | None = None,
     ) -> None:
         self._config = config
         self._trainer = trainer
@@ -111,9 +106,22 @@ class TrainerLoop:
         self._clock = clock
         self._wait = wait
         self._ring = ring
-        self._checkpoints = checkpoints
+        self._checkpointer = Checkpointer(
+            checkpoints,
+            background=config.trainer.checkpoint_in_background,
+            deadline_s=config.trainer.checkpoint_deadline_s,
+            say=say,
+            executor=checkpoint_executor,
+        )
         self._history_id = history_id
-        self._canary_token_ids = canary_token_ids
+        self._publisher = Publisher(
+            repository,
+            history_id=history_id,
+            training_dtype=trainer.training_dtype,
+            score=trainer.canary_scorer(canary_token_ids).score,
+            deadline_s=config.weights.publish_deadline_s,
+            executor=executor,
+        )
         self._should_stop = should_stop
         self._say = say
         self._seconds = SecondsLedger(OWNER, start_s=clock.now_s() if start_s is None else start_s)
@@ -135,7 +143,19 @@ class TrainerLoop:
             DeadlineExceeded: if no batch came within `trainer.batch_deadline_s`.
             StalenessViolation: if a batch broke the bound.
             NumericalFault: if a loss or gradient is not finite.
+            WeightError: if a publication or a checkpoint failed.
         """
+        try:
+            reason = self._run()
+            self._publisher.close()
+            self._checkpointer.close()
+        except Fault as fault:
+            self._publisher.close(cause=fault)
+            self._checkpointer.close(cause=fault)
+            raise
+        return self._close(reason)
+
+    def _run(self) -> EndReason:
         self._announce()
         while True:
             batch = self._next_batch()
@@ -147,10 +167,12 @@ class TrainerLoop:
                 every_steps=self._config.trainer.checkpoint_every_steps,
                 written_at=self._committed_step,
             ):
-                self._checkpoint()
+                self._checkpoint(self._checkpointer.begin)
         if self._committed_step != self._trainer.optimizer_step:
-            self._checkpoint()
-        return self._close(batch)
+            self._checkpoint(self._checkpointer.write)
+        self._switch(TrainerCause.CHECKPOINT)
+        self._checkpointer.settle()
+        return batch
 
     # waiting
 
@@ -163,6 +185,8 @@ class TrainerLoop:
         while True:
             # the phase before the lease: it turns to "finishing" after the last assignment, so this order loses none
             phase = str(self._store.note("phase", "running"))
+            self._publisher.check()
+            self._checkpointer.check()
             stop = self._should_stop()
             if stop or phase == STOPPING_PHASE:
                 # batches may be assigned ahead; a clean stop waits for the step in hand, not for those
@@ -227,9 +251,7 @@ class TrainerLoop:
             raise
         self._steps_trained += 1
         self._switch(TrainerCause.PUBLISH)
-        manifest = self._publish()
-        self._record(batch, metrics, manifest)
-        self._ring()
+        self._publish_step(batch, metrics)
 
     def _give_back(self, batch: LeasedBatch, fault: Fault) -> None:
         """Release an untrained batch; the fault stays the first cause, whatever the store says."""
@@ -240,6 +262,7 @@ class TrainerLoop:
 
     def _renew(self, batch: LeasedBatch) -> None:
         """Renew the lease once half of it is used; a long step must not lose its batch."""
+        self._publisher.check()
         now_s, lease_s = self._clock.now_s(), self._config.trainer.batch_deadline_s
         if self._lease_expires_s - now_s < lease_s / 2:
             self._lease_expires_s = now_s + lease_s
@@ -250,23 +273,28 @@ class TrainerLoop:
             self._steps_of[policy_version] = self._repository.manifest(policy_version).optimizer_step
         return self._steps_of[policy_version]
 
-    def _record(self, batch: LeasedBatch, metrics: StepMetrics, manifest: WeightManifest) -> None:
+    def _publish_step(self, batch: LeasedBatch, metrics: StepMetrics) -> None:
+        """Copy the weights; their commit, then the record of the step, then the ring come in the background."""
+        publication = self._begin_publication()
         finished_at_s = self._clock.now_s()
         self._seconds.switch(TrainerCause.PUBLISH, at_s=finished_at_s)
-        self._store.record_step(
-            StepRecord(
-                batch_id=batch.batch_id,
-                history_id=self._history_id,
-                optimizer_step=self._trainer.optimizer_step,
-                policy_version=manifest.policy_version,
-                group_ids=tuple(group.group_id for group in batch.groups),
-                finished_at_s=finished_at_s,
-                seconds=self._seconds_since_record(),
-                metrics=metrics.scalars(),
-            ),
-            owner=OWNER,
+        record = StepRecord(
+            batch_id=batch.batch_id,
+            history_id=self._history_id,
+            optimizer_step=self._trainer.optimizer_step,
+            policy_version=publication.policy_version,
+            group_ids=tuple(group.group_id for group in batch.groups),
+            finished_at_s=finished_at_s,
+            seconds=self._seconds_since_record(),
+            metrics=metrics.scalars(),
         )
-        self._uncommitted += [group.group_id for group in batch.groups]
+
+        def record_and_ring() -> None:
+            self._store.record_step(record, owner=OWNER)
+            self._ring()
+
+        self._publisher.finish(publication, then=record_and_ring)
+        self._uncommitted += record.group_ids
 
     def _seconds_since_record(self) -> dict[str, float]:
         """Return cause -> seconds since the record before; the writing of a record belongs to the next one."""
@@ -284,26 +312,26 @@ class TrainerLoop:
         if latest is None or publication_due(
             latest, history_id=self._history_id, optimizer_step=self._trainer.optimizer_step
         ):
-            latest = self._publish()
-            self._ring()
-        self._published_version = latest.policy_version
+            self._publisher.finish(self._begin_publication(), then=self._ring)
+        else:
+            self._published_version = latest.policy_version
 
-    def _publish(self) -> WeightManifest:
-        manifest = self._repository.publish(
+    def _begin_publication(self) -> Publication:
+        step = self._trainer.optimizer_step
+        publication = self._publisher.begin(
             self._trainer.named_tensors(),
-            optimizer_step=self._trainer.optimizer_step,
+            optimizer_step=step,
             parent=self._published_version,
-            history_id=self._history_id,
-            training_dtype=self._trainer.training_dtype,
-            canary=self._trainer.canary(self._canary_token_ids),
             at_s=self._clock.now_s(),
         )
-        self._published_version = manifest.policy_version
-        self._steps_of[manifest.policy_version] = manifest.optimizer_step
-        self._repository.retire()
-        return manifest
+        self._published_version = publication.policy_version
+        self._steps_of[publication.policy_version] = step
+        return publication
 
-    def _checkpoint(self) -> None:
+    def _checkpoint(self, save: Callable[..., None]) -> None:
+        """Hand the state to `save`: to be written in the background, or durable when it returns."""
+        self._switch(TrainerCause.PUBLISH)
+        self._publisher.settle()
         self._switch(TrainerCause.CHECKPOINT)
         commit = CommitPoint(
             history_id=self._history_id,
@@ -312,7 +340,7 @@ class TrainerLoop:
             trained_group_ids=tuple(self._uncommitted),
             journal_offset=self._store.statistics().journal_entries,
         )
-        self._checkpoints.write(self._trainer.state(), commit=commit)
+        save(self._trainer.state(), commit=commit)
         self._committed_step = self._trainer.optimizer_step
         self._uncommitted.clear()
 

@@ -27,7 +27,8 @@ from rollmill.algorithms.losses import (
 from rollmill.config.precision import resolve_dtype
 from rollmill.config.schema import AlgorithmSettings, RollmillConfig
 from rollmill.errors import CheckpointError, ConfigError, InvariantViolation, NumericalFault
-from rollmill.trainer.logprobs import PackedInput, packed_logprobs, prepare_model, score_tokens
+from rollmill.trainer.canary import CanaryScorer, score_canary
+from rollmill.trainer.logprobs import PackedInput, packed_logprobs, prepare_model
 from rollmill.trainer.metrics import Mismatch, StepMetrics
 from rollmill.trainer.packing import MicroBatch, StepPlan, plan_step
 from rollmill.types import Canary, Group
@@ -323,16 +324,11 @@ class Trainer:
         Args:
             token_ids: int [n], n at least 2.
         """
-        weights = self._config.weights
-        # bfloat16 rounds at other places in a packed and in a cached pass: equal precision is not equal bits there.
-        exact = self._dtype == "float32" == resolve_dtype(self._config.generator.dtype)
-        with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16, enabled=self._dtype == "bfloat16"):
-            logprobs = score_tokens(self.model, torch.from_numpy(np.asarray(token_ids, dtype=np.int64)))
-        return Canary(
-            token_ids=np.asarray(token_ids, dtype=np.int32),
-            logprobs=logprobs.numpy(),
-            tolerance=weights.canary_tolerance if exact else weights.canary_tolerance_mixed,
-        )
+        return score_canary(self.model, token_ids, config=self._config)
+
+    def canary_scorer(self, token_ids: np.ndarray) -> CanaryScorer:
+        """Return a scorer of the same prompt for published copies of the weights, independent of the next steps."""
+        return CanaryScorer(self.model, token_ids=token_ids, config=self._config)
 
     @property
     def training_dtype(self) -> str:

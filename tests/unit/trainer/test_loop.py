@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -14,25 +16,61 @@ from trainer_builders import config, random_groups, tiny_model
 from rollmill.buffer.memory import MemoryStore
 from rollmill.buffer.protocol import Assignment, CommitPoint, StepRecord, Transition
 from rollmill.clock import VirtualClock
-from rollmill.errors import DeadlineExceeded, NumericalFault, StalenessViolation, StoreError
+from rollmill.errors import DeadlineExceeded, NumericalFault, StalenessViolation, StoreError, WeightError
 from rollmill.trainer.decisions import EndReason
 from rollmill.trainer.loop import OWNER, LoopResult, TrainerLoop
 from rollmill.trainer.step import Trainer, TrainerState
 from rollmill.types import Canary, Group, WeightManifest
 
 
+class Inline(Executor):
+    """Runs what is submitted at once, on the caller's thread."""
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        try:
+            future.set_result(fn(*args, **kwargs))
+        except Exception as error:
+            future.set_exception(error)
+        return future
+
+
+class Copied:
+    """A publication of `Repository` that is not visible yet."""
+
+    def __init__(self, repository: Repository, manifest: WeightManifest, tensors: dict[str, torch.Tensor]) -> None:
+        self._repository = repository
+        self._manifest = manifest
+        self._tensors = tensors
+        self.abandoned = False
+
+    @property
+    def policy_version(self) -> int:
+        return self._manifest.policy_version
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return self._tensors
+
+    def commit(self, *, canary: Canary | None) -> WeightManifest:
+        return self._repository.take(msgspec.structs.replace(self._manifest, canary=canary), self._tensors)
+
+    def abandon(self) -> None:
+        self.abandoned = True
+
+
 class Repository:
-    """Manifests in memory; publishing takes `publish_s` of the virtual clock."""
+    """Manifests in memory; the copy of a publication takes `publish_s` of the virtual clock."""
 
     def __init__(self, clock: VirtualClock, log: list[str], *, publish_s: float = 0.5) -> None:
         self.published: list[WeightManifest] = []
         self.weights: dict[int, dict[str, torch.Tensor]] = {}
-        self.canaries: list[Canary | None] = []
+        self.copied: list[Copied] = []
+        self.refuse: Exception | None = None
         self._clock = clock
         self._log = log
         self._publish_s = publish_s
 
-    def publish(
+    def prepare(
         self,
         tensors: Mapping[str, torch.Tensor],
         *,
@@ -40,9 +78,8 @@ class Repository:
         parent: int | None,
         history_id: str,
         training_dtype: str,
-        canary: Canary | None,
         at_s: float,
-    ) -> WeightManifest:
+    ) -> Copied:
         self._clock.advance(self._publish_s)
         manifest = WeightManifest(
             policy_version=len(self.published) + 1,
@@ -56,11 +93,16 @@ class Repository:
             transport="file",
             location="",
             published_at_s=at_s,
-            canary=canary,
         )
+        self.copied.append(Copied(self, manifest, {name: t.clone() for name, t in tensors.items()}))
+        return self.copied[-1]
+
+    def take(self, manifest: WeightManifest, tensors: dict[str, torch.Tensor]) -> WeightManifest:
+        if self.refuse is not None:
+            raise self.refuse
         self.published.append(manifest)
-        self.weights[manifest.policy_version] = {name: t.clone() for name, t in tensors.items()}
-        self._log.append(f"publish {optimizer_step}")
+        self.weights[manifest.policy_version] = tensors
+        self._log.append(f"publish {manifest.optimizer_step}")
         return manifest
 
     def manifests(self) -> Sequence[WeightManifest]:
@@ -82,6 +124,9 @@ class Repository:
 
     def retire(self) -> Sequence[int]:
         return ()
+
+    def reserve(self) -> bool:
+        return False
 
 
 class Checkpoints:
@@ -158,8 +203,6 @@ class World:
         )
 
     def groups(self, number: int) -> list[Group]:
-        import msgspec
-
         return [
             msgspec.structs.replace(group, group_id=f"b{number}-{group.group_id}")
             for group in random_groups(seed=number)
@@ -179,10 +222,9 @@ class World:
             ring=lambda: self.log.append("ring"),
             checkpoints=self.checkpoints,
             history_id=self.history_id,
-            canary_token_ids=np.arange(5, dtype=np.int32),
             should_stop=lambda: self.stop,
             say=self.said.append,
-            **changed,
+            **{"executor": Inline(), "canary_token_ids": np.arange(5, dtype=np.int32), **changed},
         )
 
     def run(self, **changed: Any) -> LoopResult:
@@ -438,3 +480,166 @@ def test_a_record_that_the_store_refuses_is_raised() -> None:
     world.trainer.train_step = lost  # type: ignore[method-assign]
     with pytest.raises(StoreError, match="not leased"):
         world.run()
+
+
+class Waited(Future[Any]):
+    """Work that is done when somebody waits for it, or when a test says so."""
+
+    def __init__(self, work: Callable[[], Any]) -> None:
+        super().__init__()
+        self._work = work
+
+    def run(self) -> None:
+        try:
+            self.set_result(self._work())
+        except Exception as error:
+            self.set_exception(error)
+
+    def result(self, timeout: float | None = None) -> Any:
+        if not self.done():
+            self.run()
+        return super().result(timeout)
+
+
+class Later(Executor):
+    """Does nothing until it is waited for."""
+
+    def __init__(self) -> None:
+        self.submitted: list[Waited] = []
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        self.submitted.append(Waited(lambda: fn(*args, **kwargs)))
+        return self.submitted[-1]
+
+
+def training_noted(world: World, during: Callable[[], None] = lambda: None) -> None:
+    """Log when a step begins and ends; `during` happens in between."""
+    train_step = world.trainer.train_step
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        world.log.append(f"begin {world.trainer.optimizer_step + 1}")
+        metrics = train_step(*args, **kwargs)
+        during()
+        world.log.append(f"end {world.trainer.optimizer_step}")
+        return metrics
+
+    world.trainer.train_step = noted  # type: ignore[method-assign]
+
+
+def test_the_next_step_is_trained_while_a_publication_waits_to_be_committed() -> None:
+    world = World()
+    world.assign()
+    world.assign()
+    world.store.set_note("phase", "finishing")
+    training_noted(world)
+    world.run(executor=Later())
+    assert world.log == [
+        *("ring", "begin 1", "end 1", "publish 0", "ring"),  # the copy of step 1 waits for the commit of step 0
+        *("ring", "begin 2", "end 2", "publish 1", "record 1", "ring"),
+        *("publish 2", "record 2", "ring", "checkpoint 2"),  # the checkpoint waits for commit and record
+    ]
+
+
+def test_what_is_committed_later_are_the_weights_and_the_canary_of_the_copy() -> None:
+    world = World(changed={"trainer": {"learning_rate": 1e-2}})
+    world.assign()
+    world.assign()
+    world.store.set_note("phase", "finishing")
+    before = {name: t.clone() for name, t in world.trainer.named_tensors().items()}
+    world.run(executor=Later())
+    first, _, last = (m.canary for m in world.repository.published)
+    assert first is not None
+    assert last is not None
+    assert all(torch.equal(world.repository.weights[1][name], tensor) for name, tensor in before.items())
+    np.testing.assert_array_equal(last.logprobs, world.trainer.canary(np.arange(5)).logprobs)
+    assert np.abs(first.logprobs - last.logprobs).max() > 1e-3
+
+
+@pytest.mark.parametrize("when", ["heartbeat", "wait", "checkpoint"])
+def test_a_publication_that_fails_in_the_background_ends_the_run_where_the_trainer_next_looks(when: str) -> None:
+    world, later = World(changed={"trainer": {"batch_deadline_s": 50.0}}), Later()
+    world.assign()
+    failed: list[float] = []
+
+    def fail() -> None:
+        world.repository.refuse = WeightError("the disk is full")
+        later.submitted[-1].run()
+        failed.append(world.clock.now_s())
+
+    if when == "heartbeat":
+        training_noted(world)
+        train_step = world.trainer.train_step
+
+        def beating(groups: Any, *, optimizer_step_of: Any, heartbeat: Callable[[], None]) -> Any:
+            fail()
+            heartbeat()
+            return train_step(groups, optimizer_step_of=optimizer_step_of, heartbeat=heartbeat)
+
+        world.trainer.train_step = beating  # type: ignore[method-assign]
+    elif when == "wait":
+        world.happenings = [fail]
+    else:
+        world.store.set_note("phase", "finishing")
+        training_noted(world, during=lambda: setattr(world.repository, "refuse", WeightError("the disk is full")))
+        later = Inline()  # type: ignore[assignment]
+    with pytest.raises(WeightError, match="the disk is full"):
+        world.run(executor=later)
+    trained = {"heartbeat": 0, "wait": 1, "checkpoint": 1}[when]
+    assert world.trainer.optimizer_step == trained
+    # nothing is booked as trained that was not published, and nothing made final
+    assert world.store.statistics().trained_groups == 0
+    assert world.checkpoints.written == []
+    assert all(world.clock.now_s() - at_s < 1.5 for at_s in failed)
+
+
+def test_a_fault_in_a_step_still_commits_and_records_the_step_before() -> None:
+    world = World()
+    world.assign()
+    world.assign()
+    train_step = world.trainer.train_step
+
+    def diverged(*args: Any, **kwargs: Any) -> Any:
+        if world.trainer.optimizer_step == 1:
+            raise NumericalFault("NaN", rollout_ids=("x",))
+        return train_step(*args, **kwargs)
+
+    world.trainer.train_step = diverged  # type: ignore[method-assign]
+    with pytest.raises(NumericalFault):
+        world.run(executor=Later())
+    assert world.log[-3:] == ["publish 1", "record 1", "ring"]
+    assert world.store.statistics().assigned_groups == 2
+
+
+def test_a_publication_that_fails_after_a_fault_does_not_hide_it() -> None:
+    world = World()
+    world.assign()
+
+    def diverged(*_: Any, **__: Any) -> Any:
+        world.repository.refuse = WeightError("the disk is full")
+        raise NumericalFault("NaN", rollout_ids=("x",))
+
+    world.trainer.train_step = diverged  # type: ignore[method-assign]
+    with pytest.raises(NumericalFault, match="NaN") as caught:
+        world.run(executor=Later())
+    assert "the disk is full" in caught.value.__notes__[0]
+
+
+def test_a_publication_that_is_never_committed_ends_the_wait_at_its_deadline() -> None:
+    world = World(changed={"weights": {"publish_deadline_s": 0.01}})
+
+    class Never(Executor):
+        def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+            return Future()
+
+    world.store.set_note("phase", "finishing")
+    with pytest.raises(DeadlineExceeded, match=r"not committed after 0\.01 s \(weights\.publish_deadline_s\)"):
+        world.run(executor=Never())
+
+
+def test_a_canary_that_cannot_be_scored_abandons_the_copy() -> None:
+    world = World()
+    world.store.set_note("phase", "finishing")
+    loop = world.loop(canary_token_ids=np.array([1, 2, 10_000]))
+    with pytest.raises(RuntimeError, match="out of bounds"):
+        loop.run()
+    assert [copied.abandoned for copied in world.repository.copied] == [True]
