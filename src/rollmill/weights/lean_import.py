@@ -121,7 +121,7 @@ def _tell_not_distributed() -> None:
     for name in ("transformers.utils.import_utils", "transformers.utils"):
         module = importlib.import_module(name)
         if hasattr(module, "is_torch_distributed_available"):
-            module.is_torch_distributed_available = _no
+            vars(module)["is_torch_distributed_available"] = _no
 
 
 def _no() -> bool:

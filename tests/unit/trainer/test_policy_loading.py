@@ -45,7 +45,7 @@ def test_the_policy_equals_what_transformers_loads(kind, tmp_path):
 
 def test_a_tied_head_stays_tied(tmp_path):
     model = load_policy(saved("llama", tmp_path))
-    assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    assert model.lm_head.weight is model.model.embed_tokens.weight
 
 
 def test_half_precision_files_become_float32_masters(tmp_path):

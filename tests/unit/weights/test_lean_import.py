@@ -29,19 +29,17 @@ def parent(tmp_path, monkeypatch):
 
 def test_a_submodule_is_imported_without_the_code_of_its_package(parent):
     with on_demand("lean_parent.costly"):
-        from lean_parent.costly.light import name
-    assert name == "light"
+        light = importlib.import_module("lean_parent.costly.light")
+    assert light.name == "light"
     assert parent.runs == ["light"]
 
 
 def test_the_first_use_of_a_name_runs_the_package_once(parent):
     with on_demand("lean_parent.costly"):
         importlib.import_module("lean_parent.costly.light")
-    import lean_parent.costly
-
-    assert lean_parent.costly.answer == 42
-    assert lean_parent.costly.answer == 42
-    assert lean_parent.costly.light.name == "light"
+    assert parent.costly.answer == 42
+    assert parent.costly.answer == 42
+    assert parent.costly.light.name == "light"
     assert parent.runs == ["light", "costly"]
 
 
