@@ -1,16 +1,24 @@
 """The replicas of the generator as the controller sees them.
 
 `choose` is pure: siblings of a group go to one replica, because they share its prefill; a new group goes to the replica
-with the least work. Everything else here is a thin call.
+with the least work. A replica that cannot be reached leaves the rotation before its callers hear of it, so that one
+loss is told as one. Everything else here is a thin call.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import asyncio
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
-from rollmill.errors import ProducersGone
+import msgspec
+
+from rollmill.errors import EngineDead, ProducersGone, RequestAborted
 from rollmill.types import GenerateRequest, Turn
+
+
+class ReplicaLost(EngineDead):
+    """A load ended because its replica is gone, and the loss has been told: the replica joins anew, or not at all."""
 
 
 class ReplicaClient(Protocol):
@@ -39,23 +47,43 @@ def choose(group_key: str, *, homes: Mapping[str, str], work: Mapping[str, int])
     return min(work, key=lambda name: (work[name], name))
 
 
-class ReplicaSet:
-    """Serving replicas with the work each has from us."""
+class Seat:
+    """A replica in rotation, from its joining to its leaving; one that comes back gets another."""
 
-    def __init__(self) -> None:
-        self._clients: dict[str, ReplicaClient] = {}
-        self._work: dict[str, int] = {}
+    def __init__(self, client: ReplicaClient) -> None:
+        self.client = client
+        self.work = 0
+
+
+class ReplicaSet:
+    """Serving replicas with the work each has from us.
+
+    Args:
+        on_lost: called with the name and the reason when a replica cannot be reached, before any caller hears of it.
+    """
+
+    def __init__(self, *, on_lost: Callable[[str, str], None] | None = None) -> None:
+        self._seats: dict[str, Seat] = {}
         self._homes: dict[str, str] = {}
+        self._on_lost = on_lost
+        self._serving = asyncio.Event()
+        self._ended = False
 
     def join(self, replica_id: str, client: ReplicaClient) -> None:
         """Put a replica into rotation."""
-        self._clients[replica_id] = client
-        self._work[replica_id] = 0
+        self._seats[replica_id] = Seat(client)
+        self._serving.set()
 
     def leave(self, replica_id: str) -> None:
         """Take a replica out of rotation; its requests end with their own errors."""
-        self._clients.pop(replica_id, None)
-        self._work.pop(replica_id, None)
+        self._seats.pop(replica_id, None)
+        if not self._seats and not self._ended:
+            self._serving.clear()
+
+    def end(self) -> None:
+        """Nobody will join any more: who waits for a replica is told so."""
+        self._ended = True
+        self._serving.set()
 
     def forget_group(self, group_key: str) -> None:
         """Drop the affinity of a group that has no request any more."""
@@ -64,15 +92,57 @@ class ReplicaSet:
     async def generate(self, request: GenerateRequest) -> Turn:
         """Send a request to the replica that suits it.
 
+        Raises:
+            EngineDead: if the replica cannot be reached; it has left the rotation then.
+            ProducersGone: if no replica serves.
+
         Cancellation:
             cancels the call, which frees the KV in the replica.
         """
-        name = choose(request.group_key, homes=self._homes, work=self._work)
+        work = {name: seat.work for name, seat in self._seats.items()}
+        name = choose(request.group_key, homes=self._homes, work=work)
         if request.group_key:
             self._homes[request.group_key] = name
-        self._work[name] += 1
+        seat = self._seats[name]
+        seat.work += 1
         try:
-            return await self._clients[name].generate(request)
+            return await seat.client.generate(request)
+        except EngineDead as error:
+            self._lose(name, seat, reason=str(error))
+            raise
         finally:
-            if name in self._work:
-                self._work[name] -= 1
+            seat.work -= 1
+
+    async def generate_until_answered(self, request: GenerateRequest) -> Turn:
+        """Send a request, and again to whoever serves next if its replica is lost. The caller's deadline ends it.
+
+        Raises:
+            RequestAborted: if it was aborted by a replica that goes on serving.
+            ProducersGone: if no replica serves and none will.
+
+        Cancellation:
+            cancels the call.
+        """
+        attempt = 0
+        while True:
+            served_by = dict(self._seats)
+            again = msgspec.structs.replace(request, request_id=f"{request.request_id}~{attempt}")
+            try:
+                return await self.generate(again if attempt else request)
+            except (EngineDead, ProducersGone):
+                if self._ended and not self._seats:
+                    raise
+                attempt += 1
+            except RequestAborted:
+                # The channel of a lost replica is closed under its last requests.
+                if served_by == self._seats:
+                    raise
+                attempt += 1
+            await self._serving.wait()
+
+    def _lose(self, name: str, seat: Seat, *, reason: str) -> None:
+        if self._seats.get(name) is not seat:
+            return
+        self.leave(name)
+        if self._on_lost is not None:
+            self._on_lost(name, reason)

@@ -8,7 +8,7 @@ instructions are obeyed. Whatever is lost in between is started again by the fol
     watch       weights and steps of the trainer       doorbell             one second, then looks again
     tick        time                                   clock                run.stall_limit_s: says who waits for whom
     rollout     replica, scorer                        reply                its deadline; the core dispatches it again
-    load        replica                                reply                load deadline
+    load        replica                                reply                load deadline; a lost replica joins anew
     evaluation  replica, scorer                        reply                evaluation.deadline_s
 """
 
@@ -27,6 +27,7 @@ from rollmill.buffer.protocol import Assignment, SampleStore, StepRecord, Transi
 from rollmill.clock import Clock
 from rollmill.config.schema import RollmillConfig
 from rollmill.controller.inbox import Inbox
+from rollmill.controller.replicas import ReplicaLost
 from rollmill.controller.translate import event_of_error, event_of_rollout
 from rollmill.errors import (
     DataError,
@@ -39,10 +40,12 @@ from rollmill.errors import (
 )
 from rollmill.scheduling.core import Scheduler
 from rollmill.scheduling.events import (
+    AfterLoss,
     AnyEvent,
     BatchTaken,
     BatchTrained,
     GroupClosed,
+    ReplicaLeft,
     StopRequested,
     Tick,
     WeightsLoaded,
@@ -191,6 +194,7 @@ class Controller:
         self._open_groups: dict[str, dict[str, Rollout]] = {}
         self._task_indices: dict[str, int] = {}
         self._running: dict[str, asyncio.Task[None]] = {}
+        self._loads: set[asyncio.Task[None]] = set()
         self._taken_batches: set[int] = set()
         self._moved_at_s = clock.now_s()
         self._reported_stall_at_s = clock.now_s()
@@ -217,6 +221,23 @@ class Controller:
         """Ask the core for a clean stop (Ctrl-C)."""
         self.inbox.put(StopRequested(at_s=self._clock.now_s(), reason=reason))
 
+    def give_up(self, reason: str) -> None:
+        """End here and now, as a crash would: `run` returns this reason once the transaction under way is durable.
+
+        What the core was not told yet is lost; whoever goes on folds the journal.
+        """
+        if not self.finished.done():
+            self.finished.set_result(reason)
+        for load in self._loads:
+            load.cancel()
+        # `_decide` waits for events; this one only wakes it.
+        self.inbox.put(Tick(at_s=self._clock.now_s()))
+
+    def replica_lost(self, replica_id: str, *, reason: str, then: AfterLoss) -> None:
+        """Tell the core that a replica is gone, and what the run does without it."""
+        self._reporter.event("replica_lost", replica_id=replica_id, reason=reason, then=then.value)
+        self.inbox.put(ReplicaLeft(at_s=self._clock.now_s(), replica_id=replica_id, reason=reason, then=then))
+
     def know_version(self, policy_version: int, *, optimizer_step: int) -> None:
         """Note a version that the core hears of otherwise (at the start of a run)."""
         self._optimizer_steps[policy_version] = optimizer_step
@@ -231,6 +252,8 @@ class Controller:
         # It ends by itself, so that no transaction is cut in the middle.
         while not self.finished.done():
             events = await self.inbox.take()
+            if self.finished.done():
+                return
             if any(not isinstance(event, Tick) for event in events):
                 self.moved()
             effects = await self._absorb(events)
@@ -329,7 +352,9 @@ class Controller:
                 if task is not None:
                     task.cancel()
             case LoadWeights():
-                self._tasks.create_task(self._load(instruction), name=f"load {instruction.replica_id}")
+                load = self._tasks.create_task(self._load(instruction), name=f"load {instruction.replica_id}")
+                self._loads.add(load)
+                load.add_done_callback(self._loads.discard)
             case Finish():
                 if not self.finished.done():
                     self.finished.set_result(instruction.reason)
@@ -363,7 +388,14 @@ class Controller:
         async with self.load_gate.load(deadline_s=self.config.evaluation.deadline_s):
             # The version asked for may have been overtaken, and retired, while the load waited for an evaluation.
             version = max(self._optimizer_steps)
-            await self._load_replica(instruction.replica_id, version)
+            try:
+                await self._load_replica(instruction.replica_id, version)
+            except ReplicaLost as error:
+                # The core has been told, and the replica loads the newest version before it joins again.
+                self._reporter.event(
+                    "load_lost", replica_id=instruction.replica_id, policy_version=version, reason=str(error)
+                )
+                return
         self._reporter.event("weights_loaded", replica_id=instruction.replica_id, policy_version=version)
         self.inbox.put(
             WeightsLoaded(at_s=self._clock.now_s(), replica_id=instruction.replica_id, policy_version=version)

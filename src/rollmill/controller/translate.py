@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from rollmill.config.schema import RollmillConfig
-from rollmill.errors import DeadlineExceeded, EngineError, EnvironmentFault
+from rollmill.errors import DeadlineExceeded, EngineError, EnvironmentFault, ProducersGone
 from rollmill.scheduling.events import FailureClass, RolloutFailed, RolloutFinished
 from rollmill.scheduling.settings import SchedulerSettings
 from rollmill.types import Cut, InfraFailed, Outcome, PolicyFailed, Rollout, Scored, StopReason, Unscored
@@ -89,7 +89,7 @@ def event_of_rollout(
 
 def event_of_error(rollout_id: str, error: BaseException, *, at_s: float) -> RolloutFailed:
     """Return what the core hears of an error: engine, deadline and environment faults are infrastructure."""
-    infra = isinstance(error, EngineError | DeadlineExceeded | EnvironmentFault)
+    infra = isinstance(error, EngineError | DeadlineExceeded | EnvironmentFault | ProducersGone)
     return RolloutFailed(
         at_s=at_s,
         rollout_id=rollout_id,

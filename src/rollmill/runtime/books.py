@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from rollmill.buffer.protocol import StepRecord
 from rollmill.buffer.sqlite import SqliteStore
 from rollmill.config.explain import explain
 from rollmill.config.load import load_config
@@ -12,8 +15,17 @@ from rollmill.controller.translate import scheduler_settings
 from rollmill.ledger.seconds import SecondsReport, merge_reports
 from rollmill.runtime.failure import FailureRecord
 from rollmill.runtime.fold import fold
-from rollmill.runtime.incarnation import Incarnation, Preflight, ProcessSeconds, Segment, read_record
-from rollmill.runtime.layout import CONTROLLER, ProcessLayout
+from rollmill.runtime.incarnation import (
+    Incarnation,
+    Life,
+    Preflight,
+    ProcessSeconds,
+    Segment,
+    history_of,
+    read_record,
+)
+from rollmill.runtime.layout import CONTROLLER, TRAINER, ProcessLayout
+from rollmill.runtime.losses import LossRecord, read_losses
 from rollmill.telemetry.files import write_json_atomic
 from rollmill.telemetry.run_directory import RunDirectory
 from rollmill.telemetry.summary import build_summary
@@ -36,11 +48,13 @@ def write_summary(directory: RunDirectory, layout: ProcessLayout, *, failure: Fa
     try:
         view = fold(store, settings, include_unheard=True).scheduler.view()
         records = [record for _, record in store.steps()]
+        history = [*records, *(record for _, record in store.steps(abandoned=True))]
         before, after = store.note("eval:before"), store.note("eval:after")
         finish_reason = store.note("finish_reason")
     finally:
         store.close()
-    reports = process_seconds(layout, segments)
+    lives = life_reports(layout, segments, steps=history)
+    reports = process_seconds(layout, segments, steps=history)
     incarnation = read_record(layout.incarnation, Incarnation)
     # The controller's seconds are of no interest: it never limits and does one thing.
     reports.pop(CONTROLLER, None)
@@ -67,6 +81,8 @@ def write_summary(directory: RunDirectory, layout: ProcessLayout, *, failure: Fa
         extra={
             "incarnations": incarnation.number,
             "repairs": list(incarnation.repairs),
+            "restarts": restarts_of(read_losses(layout.losses), lives),
+            "degraded_steps": view.degraded_steps,
             "failure": None
             if failure is None
             else {"process": failure.process, "code": failure.code, "message": failure.message},
@@ -76,36 +92,91 @@ def write_summary(directory: RunDirectory, layout: ProcessLayout, *, failure: Fa
     return summary
 
 
-def process_seconds(layout: ProcessLayout, segments: list[Segment]) -> dict[str, SecondsReport]:
-    """Return the seconds of each process over all incarnations, against the supervisor's measure of its life.
+def process_seconds(
+    layout: ProcessLayout, segments: Sequence[Segment], *, steps: Sequence[StepRecord]
+) -> dict[str, SecondsReport]:
+    """Return the seconds of each process over all its lives, against the supervisor's measure of them.
 
-    A process that closed its books is checked: its causes must sum to its own wall time, and what the supervisor saw
-    beyond that is `teardown`, at most TEARDOWN_LIMIT_S. A process that was killed left no closed book: what it had not
-    booked is `lost`.
+    Args:
+        steps: all step records, those of abandoned histories too: they hold what a killed trainer had booked.
 
     Raises:
         InvariantViolation: if a book does not balance.
     """
     reports: dict[str, list[SecondsReport]] = {}
-    for segment in segments:
-        for process, wall_s in segment.process_wall_s.items():
-            path = layout.seconds(process, incarnation=segment.number)
-            book = read_record(path, ProcessSeconds) if path.exists() else None
-            report = _of_life(process, book, wall_s=wall_s)
-            report.validate()
-            reports.setdefault(process, []).append(report)
+    for life, report in life_reports(layout, segments, steps=steps):
+        reports.setdefault(life.process, []).append(report)
     return {process: merge_reports(parts) for process, parts in reports.items()}
 
 
-def _of_life(process: str, book: ProcessSeconds | None, *, wall_s: float) -> SecondsReport:
+def life_reports(
+    layout: ProcessLayout, segments: Sequence[Segment], *, steps: Sequence[StepRecord]
+) -> list[tuple[Life, SecondsReport]]:
+    """Return where the seconds of each life of each process went.
+
+    A process that closed its books is checked: its causes must sum to its own wall time, and what the supervisor saw
+    beyond that is `teardown`, at most TEARDOWN_LIMIT_S. One that was killed has what it had written down: a replica its
+    book of a moment ago, the trainer its step records. The rest is `lost`.
+
+    Raises:
+        InvariantViolation: if a book does not balance.
+    """
+    found: list[tuple[Life, SecondsReport]] = []
+    for life in (life for segment in segments for life in segment.lives):
+        path = layout.seconds(life.process, life=life.life)
+        book = read_record(path, ProcessSeconds) if path.exists() else None
+        by_steps = book is None and life.process == TRAINER
+        report = _of_steps(life, steps) if by_steps else _of_book(life, book)
+        report.validate()
+        found.append((life, report))
+    return found
+
+
+def _of_book(life: Life, book: ProcessSeconds | None) -> SecondsReport:
     if book is None:
-        return SecondsReport(owner=process, wall_s=wall_s, seconds={"lost": wall_s})
+        return SecondsReport(owner=life.process, wall_s=life.wall_s, seconds={"lost": life.wall_s})
     own_wall_s = book.closed_at_s - book.spawned_at_s
-    own = SecondsReport(owner=process, wall_s=own_wall_s, seconds=book.seconds)
+    own = SecondsReport(owner=life.process, wall_s=own_wall_s, seconds=book.seconds)
     own.validate()
-    rest_s = wall_s - own_wall_s
-    cause = "teardown" if rest_s <= TEARDOWN_LIMIT_S else "lost"
-    return SecondsReport(owner=process, wall_s=wall_s, seconds={**book.seconds, cause: rest_s})
+    rest_s = life.wall_s - own_wall_s
+    cause = "teardown" if book.closed and rest_s <= TEARDOWN_LIMIT_S else "lost"
+    return SecondsReport(owner=life.process, wall_s=life.wall_s, seconds={**book.seconds, cause: rest_s})
+
+
+def _of_steps(life: Life, steps: Sequence[StepRecord]) -> SecondsReport:
+    """Return the account of a trainer that closed no book: its history is its own, and each record holds a part."""
+    seconds: dict[str, float] = {}
+    for record in steps:
+        if record.history_id == history_of(life.incarnation):
+            for cause, spent in record.seconds.items():
+                seconds[cause] = seconds.get(cause, 0.0) + spent
+    seconds["lost"] = life.wall_s - sum(seconds.values())
+    return SecondsReport(owner=life.process, wall_s=life.wall_s, seconds=seconds)
+
+
+def restarts_of(losses: Sequence[LossRecord], lives: Sequence[tuple[Life, SecondsReport]]) -> dict[str, dict[str, Any]]:
+    """Return for each process that was lost: how often, why, what it cost.
+
+    `down_s` passed between the end of a life and the next; `startup_s` until the new one was ready; `lost_s` is work
+    that no book tells of.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    for loss in losses:
+        entry = found.setdefault(
+            loss.process, {"losses": 0, "restarts": 0, "causes": [], "down_s": 0.0, "startup_s": 0.0, "lost_s": 0.0}
+        )
+        entry["losses"] += 1
+        entry["restarts"] += loss.decision == "restart"
+        entry["causes"].append(loss.cause.message)
+    for process, entry in found.items():
+        own = [(life, report) for life, report in lives if life.process == process]
+        ends = {loss.life for loss in losses if loss.process == process and loss.decision != "fail"}
+        for (before, _), (after, report) in pairwise(own):
+            if before.life in ends:
+                entry["down_s"] += max(0.0, after.spawned_at_s - before.spawned_at_s - before.wall_s)
+                entry["startup_s"] += report.seconds.get("startup", 0.0)
+        entry["lost_s"] = sum(report.seconds.get("lost", 0.0) for _, report in own)
+    return found
 
 
 def read_all(folder: Path, pattern: str, kind: type[Any]) -> list[Any]:

@@ -1,13 +1,13 @@
 """The controller process: preflight, the replicas' arrival, the run, evaluation, a clean end.
 
-Wires the parts; the core decides.
+Wires the parts; the core decides. A process serves one *session* after another: a session begins with the fold of the
+journal and ends with the run, or when the trainer is lost and started again from the newest checkpoint.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import signal
 from collections.abc import Callable
 
@@ -17,31 +17,35 @@ from rollmill.buffer.doorbell import Doorbell, ring
 from rollmill.buffer.sqlite import SqliteStore
 from rollmill.clock import SystemClock
 from rollmill.config.schema import RollmillConfig
-from rollmill.controller.replicas import ReplicaSet
+from rollmill.controller.evaluation import EvaluationResult
+from rollmill.controller.replicas import ReplicaLost
 from rollmill.controller.reporting import RunReporter
 from rollmill.controller.shell import Controller
 from rollmill.controller.translate import scheduler_settings
 from rollmill.environments.protocol import Environment
 from rollmill.environments.single_turn import run_rollout
-from rollmill.errors import DeadlineExceeded, EngineDead
-from rollmill.generator.client import GeneratorClient
-from rollmill.generator.state import ReplicaState
+from rollmill.errors import DeadlineExceeded
 from rollmill.runtime.evaluation import run_evaluation
 from rollmill.runtime.fold import Books, fold
 from rollmill.runtime.incarnation import Preflight, ProcessSeconds, write_record
-from rollmill.runtime.layout import SUPERVISOR, TRAINER, replica_name
+from rollmill.runtime.layout import SUPERVISOR, TRAINER
 from rollmill.runtime.preflight import check_first
 from rollmill.runtime.process import ProcessContext
-from rollmill.scheduling.events import ReplicaJoined, RunResumed, RunStarted
+from rollmill.runtime.replica_watch import REPLICA_DEADLINE_S, LossLog, ReplicaWatch
+from rollmill.runtime.resume import next_incarnation
+from rollmill.scheduling.events import ControllerRestarted, RunResumed, RunStarted
 from rollmill.scheduling.instructions import StartRollout
 from rollmill.scheduling.settings import SchedulerSettings
 from rollmill.telemetry.run_directory import RunDirectory
-from rollmill.types import Rollout, SamplingParams, rollout_seed
+from rollmill.types import Rollout, SamplingParams, WeightManifest, rollout_seed
 from rollmill.weights.repository import LocalModelRepository
 
-REPLICA_DEADLINE_S = 300.0
 STATUS_EVERY_S = 2.0
-LOST_STATES = (ReplicaState.DIRTY, ReplicaState.DEAD)
+TRAINER_LOST = "trainer_lost"
+
+
+class TrainerLost(Exception):
+    """The trainer is gone and will be started again from the newest checkpoint."""
 
 
 def run_controller(context: ProcessContext) -> None:
@@ -55,7 +59,7 @@ def run_controller(context: ProcessContext) -> None:
 
 
 class _Run:
-    """The controller process of one incarnation."""
+    """One controller process."""
 
     def __init__(self, context: ProcessContext) -> None:
         self.context = context
@@ -63,9 +67,9 @@ class _Run:
         self.layout = context.layout
         self.clock = SystemClock()
         self.directory = RunDirectory.open(self.layout.run_directory)
-        self.clients: dict[str, GeneratorClient] = {}
-        self.replicas = ReplicaSet()
+        self.losses = LossLog(context.layout)
         self.stopping = asyncio.Event()
+        self._session_number = 0
 
     async def main(self) -> None:
         environment, renderer, preflight = check_first(self.config)
@@ -80,6 +84,14 @@ class _Run:
         self.reporter = RunReporter(
             config=self.config, directory=self.directory, store=store, clock=self.clock, decode=renderer.decode
         )
+        self.watch = ReplicaWatch(
+            config=self.config,
+            layout=self.layout,
+            clock=self.clock,
+            losses=self.losses,
+            repository=repository,
+            reporter=self.reporter,
+        )
         loop = asyncio.get_running_loop()
         try:
             with Doorbell.bind(self.layout.run_directory, self.context.name) as bell:
@@ -89,15 +101,11 @@ class _Run:
                 # Before trainer and generator start, so that a broken scorer is the first thing reported.
                 await environment.start()
                 self._announce(preflight)
-                books = fold(store, self._settings(preflight))
-                self._new_run = books.events == 0
-                self._scheduler_settings = self._settings(preflight)
-                self.controller = self._controller(store, repository, books)
-                await self._run(store, repository)
+                while not await self._session(store, repository, preflight):
+                    await self._go_back()
                 loop.remove_reader(bell.fileno())
         finally:
-            for client in self.clients.values():
-                await client.close()
+            await self.watch.close()
             await environment.close()
             self._close_books()
             store.close()
@@ -113,6 +121,54 @@ class _Run:
     def _settings(self, preflight: Preflight) -> SchedulerSettings:
         return scheduler_settings(self.config, training_size=preflight.training_size)
 
+    async def _session(self, store: SqliteStore, repository: LocalModelRepository, preflight: Preflight) -> bool:
+        """Run from the fold of the journal to the end of the run; return whether that was reached."""
+        lost = False
+        try:
+            self._check_trainer()
+            self._session_number += 1
+            self._scheduler_settings = self._settings(preflight)
+            books = fold(store, self._scheduler_settings)
+            self._new_run = books.events == 0
+            # The journal knows this history: a controller before this one was lost, and the trainer lives on.
+            self._goes_on = books.scheduler.history_id == self.context.incarnation.history_id
+            self.controller = self._controller(store, repository, books)
+            await self._run(store, repository)
+        except* TrainerLost:
+            lost = True
+        finally:
+            self._watching = False
+        return not lost
+
+    async def _go_back(self) -> None:
+        """Reconcile everything to the newest checkpoint, from which the supervisor starts the trainer again."""
+        self.reporter.event("trainer_lost", incarnation=self.context.incarnation.number)
+        self.context.incarnation = incarnation = await asyncio.to_thread(
+            next_incarnation, self.layout, replicas_live=True
+        )
+        self.reporter.event(
+            "gone_back",
+            incarnation=incarnation.number,
+            optimizer_step=incarnation.optimizer_step,
+            checkpoint=incarnation.checkpoint,
+            abandoned_versions=list(incarnation.abandoned_versions),
+        )
+        self.reporter.say(f"went back to optimizer step {incarnation.optimizer_step}; the trainer is started again")
+        ring(self.layout.run_directory, SUPERVISOR)
+
+    def _check_trainer(self) -> None:
+        """Raise if the trainer of this incarnation is lost and shall be restarted.
+
+        Raises:
+            TrainerLost: if so.
+        """
+        number = self.context.incarnation.number
+        if any(
+            loss.process == TRAINER and loss.incarnation == number and loss.decision == "restart"
+            for loss in self.losses.all()
+        ):
+            raise TrainerLost
+
     def _controller(self, store: SqliteStore, repository: LocalModelRepository, books: Books) -> Controller:
         return Controller(
             config=self.config,
@@ -121,11 +177,11 @@ class _Run:
             repository=repository,
             clock=self.clock,
             run_rollout=self._rollout,
-            load_replica=self._load_replica,
+            load_replica=self.watch.load,
             ring_trainer=lambda: ring(self.layout.run_directory, TRAINER),
             reporter=self.reporter,
             stored_groups=books.stored_groups,
-            last_step_row=books.last_step_row,
+            last_step_row=books.heard_step_row if self._goes_on else books.last_step_row,
         )
 
     def _on_bell(self, bell: Doorbell) -> None:
@@ -135,14 +191,16 @@ class _Run:
             self.controller.look()
 
     _watching = False
+    _evaluation: asyncio.Task[None] | None = None
     _alarm = ""
 
     # the run
 
     async def _run(self, store: SqliteStore, repository: LocalModelRepository) -> None:
         controller = self.controller
-        self._first_event(controller, repository, store, await self._first_version(repository))
-        await self._wait_for_replicas()
+        version = await self._first_version(repository)
+        self._first_event(controller, repository, store, version)
+        await self._let_replicas_join(controller)
         store.set_note("phase", "running")
         self._watching = True
         async with asyncio.TaskGroup() as tasks:
@@ -150,16 +208,23 @@ class _Run:
             helpers = [
                 tasks.create_task(self._evaluate_during(store), name="evaluation"),
                 tasks.create_task(self._poll_status(), name="status"),
+                tasks.create_task(self._watch_replicas(), name="replicas"),
+                tasks.create_task(self._watch_trainer(run), name="trainer"),
             ]
             helpers.append(tasks.create_task(self._stop_on_signal(store, helpers[0]), name="stop"))
+            self._evaluation = helpers[0]
             reason = await run
+            if reason == TRAINER_LOST:
+                raise TrainerLost
             self.reporter.event("finished", reason=reason)
             store.set_note("finish_reason", reason)
             store.set_note("phase", "stopping" if reason == "stopped" else "finishing")
             ring(self.layout.run_directory, TRAINER)
-            if reason != "stopped":
-                await helpers[0]
-            await self._finish(store, repository, evaluate_at_end=reason != "stopped")
+            evaluates = reason != "stopped" and not self.watch.none_comes
+            if evaluates:
+                # It may be cancelled meanwhile; an error of it ends the task group.
+                await asyncio.wait([helpers[0]])
+            await self._finish(store, repository, evaluate_at_end=evaluates)
             for helper in helpers:
                 helper.cancel()
         self.reporter.refresh(controller.scheduler)
@@ -182,7 +247,14 @@ class _Run:
     ) -> None:
         incarnation, now_s = self.context.incarnation, self.clock.now_s()
         for manifest in repository.manifests():
-            controller.know_version(manifest.policy_version, optimizer_step=manifest.optimizer_step)
+            # Of this history, a core that goes on is yet to hear of what was published while nobody listened.
+            if not self._goes_on or self._is_old_news(manifest):
+                controller.know_version(manifest.policy_version, optimizer_step=manifest.optimizer_step)
+        if self._goes_on:
+            self.reporter.event("controller_restarted", life=self.context.life)
+            controller.inbox.put(ControllerRestarted(at_s=now_s))
+            controller.look()
+            return
         if self._new_run:
             event: RunStarted | RunResumed = RunStarted(
                 at_s=now_s,
@@ -204,31 +276,43 @@ class _Run:
             )
         controller.inbox.put(event)
 
-    async def _wait_for_replicas(self) -> None:
-        for index in range(self.config.generator.replicas):
-            name = replica_name(index)
-            file = self.layout.address(name)
-            await self._until(file.exists, deadline_s=REPLICA_DEADLINE_S, what=f"the address of {name}")
-            client = GeneratorClient(json.loads(file.read_text())["address"])
-            status = await client.status()
-            self.clients[name] = client
-            self.replicas.join(name, client)
-            self.controller.inbox.put(
-                ReplicaJoined(
-                    at_s=self.clock.now_s(),
-                    replica_id=name,
-                    slots=status.max_slots,
-                    policy_version=status.policy_version,
+    def _stop_evaluating(self) -> None:
+        """Nobody is left to ask, and nobody comes back."""
+        if self._evaluation is not None and not self._evaluation.done():
+            self._evaluation.cancel()
+            self.reporter.event("evaluation_skipped", reason="no replica serves and none comes back")
+
+    def _is_old_news(self, manifest: WeightManifest) -> bool:
+        known = self.controller.scheduler.known_versions
+        return manifest.policy_version in known or manifest.history_id != self.context.incarnation.history_id
+
+    async def _let_replicas_join(self, controller: Controller) -> None:
+        """Wait for all of them at the start of a run; later sessions begin with those that live."""
+        self.watch.begin(
+            controller,
+            history_id=self.context.incarnation.history_id,
+            on_none_left=self._stop_evaluating,
+        )
+        if self._goes_on or self._session_number > 1:
+            await self.watch.join_anew()
+            return
+        until_s = self.clock.now_s() + REPLICA_DEADLINE_S
+        while missing := [name for name in self.watch.names if name not in self.watch.clients]:
+            self._check_trainer()
+            if self.clock.now_s() >= until_s:
+                raise DeadlineExceeded(
+                    f"waited {REPLICA_DEADLINE_S:.0f} s for the address of {', '.join(missing)}; the logs of the other "
+                    "processes say why."
                 )
-            )
-            self.reporter.event("replica_joined", replica_id=name, policy_version=status.policy_version)
+            await self._ring_or(1.0)
+            await self.watch.look()
 
     async def _rollout(self, instruction: StartRollout) -> Rollout:
         return await run_rollout(
             instruction,
             environment=self.environment,
             renderer=self.renderer,
-            generate=self.replicas.generate,
+            generate=self.watch.replicas.generate,
             sampling=self._sampling(instruction),
             schedule=self.config.schedule,
             request_deadline_s=self.config.generator.request_deadline_s,
@@ -246,9 +330,6 @@ class _Run:
             stop_token_ids=self.renderer.stop_token_ids,
         )
 
-    async def _load_replica(self, replica_id: str, policy_version: int) -> None:
-        await self.clients[replica_id].load_weights(policy_version, deadline_s=self.config.generator.load_deadline_s)
-
     async def _stop_on_signal(self, store: SqliteStore, evaluation: asyncio.Task[None]) -> None:
         await self.stopping.wait()
         # An evaluation holds weight loads back; a clean stop does not wait for it.
@@ -256,27 +337,33 @@ class _Run:
         store.set_note("phase", "stopping")
         self.controller.request_stop("the user asked for it")
 
-    async def _poll_status(self) -> None:
-        """Read the replicas' own books for the live view; a replica that lost its engine ends the run with its reason.
+    async def _watch_replicas(self) -> None:
+        """Take lost replicas out of rotation and new ones in."""
+        while True:
+            await self.watch.look()
+            await self._ring_or(1.0)
 
-        Raises:
-            EngineDead: naming the replica and why it cannot serve.
-        """
+    async def _watch_trainer(self, run: asyncio.Task[str]) -> None:
+        """End the session when the trainer is lost; the transaction under way is finished first."""
+        try:
+            while True:
+                self._check_trainer()
+                await self._ring_or(1.0)
+        except TrainerLost:
+            self.controller.give_up(TRAINER_LOST)
+            await asyncio.wait([run])
+            raise
+
+    async def _poll_status(self) -> None:
+        """Read the replicas' own books for the live view."""
         while True:
             await asyncio.sleep(STATUS_EVERY_S)
             total: dict[str, float] = {}
-            tokens, lost = 0, ""
-            for name, client in self.clients.items():
-                # A replica whose process died shows at the supervisor, with its first error.
-                with contextlib.suppress(EngineDead, DeadlineExceeded):
-                    status = await client.status()
-                    if status.state in LOST_STATES:
-                        lost = f"{name} is {status.state.value}: {status.reason}. Its log has more."
-                    tokens += status.output_tokens
-                    for cause, seconds in status.seconds.items():
-                        total[cause] = total.get(cause, 0.0) + seconds
-            if lost:
-                raise EngineDead(lost)
+            tokens = 0
+            for status in await self.watch.poll():
+                tokens += status.output_tokens
+                for cause, seconds in status.seconds.items():
+                    total[cause] = total.get(cause, 0.0) + seconds
             self.reporter.replica_seconds(total)
             self._show_alarm()
             if tokens != getattr(self, "_tokens_seen", 0):
@@ -298,29 +385,56 @@ class _Run:
         began_at = self.context.incarnation.optimizer_step
         # A run that was stopped before this evaluation ended cannot make it up once it has trained.
         if settings.at_start and began_at == 0 and store.note("eval:before") is None:
-            store.set_note("eval:before", await self._evaluate("before"))
+            self._note_evaluation(store, "before", await self._evaluate("before"))
         if settings.every_steps == 0:
             return
         due = began_at - began_at % settings.every_steps + settings.every_steps
+        while self._goes_on and self._is_evaluated(store, due):
+            due += settings.every_steps
         while due < self.config.run.steps and not self.controller.finished.done():
             if self.controller.scheduler.view().optimizer_step < due:
                 await self._ring_or(1.0)
                 continue
-            store.set_note(f"eval:step-{due}", await self._evaluate(f"step-{due}"))
+            self._note_evaluation(store, f"step-{due}", await self._evaluate(f"step-{due}"))
             due += settings.every_steps
 
-    async def _evaluate(self, label: str) -> dict[str, object]:
+    def _is_evaluated(self, store: SqliteStore, step: int) -> bool:
+        """Whether the controller before this one has this evaluation, of weights that still count."""
+        done = store.note(f"eval:step-{step}")
+        return done is not None and done["policy_version"] not in self.context.incarnation.abandoned_versions
+
+    def _note_evaluation(self, store: SqliteStore, label: str, record: dict[str, object] | None) -> None:
+        if record is not None:
+            store.set_note(f"eval:{label}", record)
+
+    async def _evaluate(self, label: str) -> dict[str, object] | None:
+        """Evaluate with one version; anew if a replica was lost meanwhile and its version could not be had again."""
         self.reporter.say(f"evaluating ({label})")
         async with self.controller.load_gate.closed(deadline_s=self.config.generator.load_deadline_s):
-            result = await run_evaluation(
+            result = await self._ask_all(label, attempt=1)
+            if len(result.policy_versions) > 1:
+                self.reporter.event("evaluation_repeated", label=label, policy_versions=list(result.policy_versions))
+                result = await self._ask_all(label, attempt=2)
+        if self.watch.none_comes:
+            self.reporter.event("evaluation_skipped", label=label, reason="no replica serves and none comes back")
+            return None
+        return self.reporter.evaluated(label, result)
+
+    async def _ask_all(self, label: str, *, attempt: int) -> EvaluationResult:
+        loaded = [status.policy_version for status in await self.watch.poll()]
+        self.watch.evaluating = max(loaded, default=None)
+        try:
+            return await run_evaluation(
                 self.config,
                 environment=self.environment,
                 renderer=self.renderer,
-                generate=self.replicas.generate,
+                generate=self.watch.replicas.generate_until_answered,
                 clock=self.clock,
-                label=f"eval-{self.context.incarnation.number}-{label}",
+                # Ids are used once: those of a controller that was lost may still be in the engine.
+                label=f"eval-{self.context.life}.{self._session_number}.{attempt}-{label}",
             )
-        return self.reporter.evaluated(label, result)
+        finally:
+            self.watch.evaluating = None
 
     # the end
 
@@ -329,17 +443,22 @@ class _Run:
         if evaluate_at_end and self.config.evaluation.at_end:
             latest = repository.latest()
             assert latest is not None
-            for name in self.clients:
-                await self._load_replica(name, latest.policy_version)
-            store.set_note("eval:after", await self._evaluate("after"))
+            await self._load_everywhere(latest.policy_version)
+            self._note_evaluation(store, "after", await self._evaluate("after"))
         await self._until(
             done.exists, deadline_s=self.config.trainer.batch_deadline_s, what="the trainer's last checkpoint"
         )
 
+    async def _load_everywhere(self, policy_version: int) -> None:
+        """Load a version wherever somebody serves; a replica that is lost meanwhile comes back with the newest."""
+        for name in list(self.watch.clients):
+            with contextlib.suppress(ReplicaLost):
+                await self.watch.load(name, policy_version)
+
     def _close_books(self) -> None:
         closed_at_s = self.clock.now_s()
         write_record(
-            self.layout.seconds(self.context.name, incarnation=self.context.incarnation.number),
+            self.layout.seconds(self.context.name, life=self.context.life),
             ProcessSeconds(
                 process=self.context.name,
                 incarnation=self.context.incarnation.number,
@@ -354,6 +473,7 @@ class _Run:
     async def _until(self, predicate: Callable[[], bool], *, deadline_s: float, what: str) -> None:
         until_s = self.clock.now_s() + deadline_s
         while not predicate():
+            self._check_trainer()
             if self.clock.now_s() >= until_s:
                 raise DeadlineExceeded(
                     f"waited {deadline_s:.0f} s for {what}; the logs of the other processes say why."

@@ -57,9 +57,9 @@ def first_cause(error: BaseException) -> BaseException:
     return error
 
 
-def record_of_exit(process: str, exit_status: int, *, at_wall_s: float) -> FailureRecord:
-    """Return the record of a process that ended without leaving one of its own."""
-    if exit_status < 0:
+def record_of_exit(process: str, exit_status: int | None, *, at_wall_s: float) -> FailureRecord:
+    """Return the record of a process that ended without leaving one of its own; `None` is an unknown status."""
+    if exit_status is not None and exit_status < 0:
         name = signal.Signals(-exit_status).name
         hint = " The kernel kills with SIGKILL when memory runs out: see `dmesg`." if name == "SIGKILL" else ""
         message = f"process {process} was killed by {name}.{hint} Its log says what it did last."
@@ -71,7 +71,8 @@ def record_of_exit(process: str, exit_status: int, *, at_wall_s: float) -> Failu
             at_wall_s=at_wall_s,
             exit_status=exit_status,
         )
-    message = f"process {process} ended with status {exit_status} and left no reason; its log says what it did last."
+    known = "a status that only who started it knows" if exit_status is None else f"status {exit_status}"
+    message = f"process {process} ended with {known} and left no reason; its log says what it did last."
     return FailureRecord(
         process=process,
         code="process_died",

@@ -19,11 +19,22 @@ class Books:
 
     Attributes:
         stored_groups: groups whose samples the store holds.
-        last_step_row: row of the newest step record; later ones are news.
+        last_step_row: row of the newest step record.
+        heard_step_row: row of the newest step record that the journal knows of; later ones are news to a controller
+            that goes on in the same history.
         events: how many were journaled.
     """
 
-    def __init__(self, scheduler: Scheduler, *, stored_groups: set[str], last_step_row: int, events: int) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        *,
+        stored_groups: set[str],
+        last_step_row: int,
+        heard_step_row: int,
+        events: int,
+    ) -> None:
+        self.heard_step_row = heard_step_row
         self.events = events
         self.scheduler = scheduler
         self.stored_groups = stored_groups
@@ -62,8 +73,13 @@ def fold(store: SampleStore, settings: SchedulerSettings, *, include_unheard: bo
                 scheduler.handle(
                     BatchTrained(at_s=at_s, batch_id=record.batch_id, optimizer_step=record.optimizer_step, step_s=0.0)
                 )
-    last_row = max((row for row, _ in steps), default=0)
-    return Books(scheduler, stored_groups=stored, last_step_row=last_row, events=journaled)
+    return Books(
+        scheduler,
+        stored_groups=stored,
+        last_step_row=max((row for row, _ in steps), default=0),
+        heard_step_row=max((row for row, record in steps if record.optimizer_step <= heard), default=0),
+        events=journaled,
+    )
 
 
 def _journaled(store: SampleStore) -> Iterator[AnyEvent]:

@@ -3,18 +3,30 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
+from typing import TYPE_CHECKING
+
+import msgspec
 
 from rollmill.buffer.doorbell import Doorbell
 from rollmill.clock import SystemClock
-from rollmill.runtime.incarnation import Preflight, ProcessSeconds, read_record, write_record
+from rollmill.errors import WeightError
+from rollmill.runtime.incarnation import Incarnation, Preflight, ProcessSeconds, read_record, write_record
 from rollmill.runtime.process import ProcessContext
 from rollmill.runtime.threads import make_torch_deterministic
 from rollmill.runtime.waiting import wait_until
 from rollmill.types import WeightManifest
 from rollmill.weights.repository import LocalModelRepository
 
+if TYPE_CHECKING:
+    import torch
+
+    from rollmill.generator.engines.protocol import Engine
+
 FIRST_WEIGHTS_DEADLINE_S = 300.0
+BOOK_EVERY_S = 2.0
+"""A killed replica loses the account of at most this long."""
 
 
 def run_generator(context: ProcessContext) -> None:
@@ -33,8 +45,7 @@ def run_generator(context: ProcessContext) -> None:
     repository = LocalModelRepository(
         layout.weights, transport=config.weights.transport, keep_versions=config.weights.keep_versions
     )
-    manifest = _first_weights(context, repository, clock=clock)
-    tensors = repository.load(manifest.policy_version)
+    manifest, tensors = _load_newest(context, repository, clock=clock)
     engine = build_engine(
         preflight.model_path,
         kind=config.generator.engine,
@@ -55,39 +66,74 @@ def run_generator(context: ProcessContext) -> None:
     async def main() -> None:
         stop = asyncio.Event()
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
-        await serve(
-            engine=engine,
-            repository=repository,
-            kv_policy=config.generator.kv_on_update,
-            address_file=layout.address(context.name),
-            stop=stop,
-            load_deadline_s=config.generator.load_deadline_s,
-        )
+        async with asyncio.TaskGroup() as tasks:
+            books = tasks.create_task(_keep_books(context, engine, engine_started_s=engine_started_s, clock=clock))
+            await serve(
+                engine=engine,
+                repository=repository,
+                kv_policy=config.generator.kv_on_update,
+                address_file=layout.address(context.name),
+                stop=stop,
+                load_deadline_s=config.generator.load_deadline_s,
+            )
+            books.cancel()
 
     asyncio.run(main())
-    load = engine.load()
-    seconds = dict(load.seconds)
-    seconds["startup"] = seconds.get("startup", 0.0) + engine_started_s - context.spawned_at_s
     closed_at_s = clock.now_s()
-    seconds["shutdown"] = seconds.get("shutdown", 0.0) + closed_at_s - engine_started_s - load.wall_s
-    number = context.incarnation.number
+    book = _book(context, engine, engine_started_s=engine_started_s)
+    # What is left of the time since the engine closed its own.
+    seconds = {**book.seconds, "shutdown": book.seconds.get("shutdown", 0.0) + closed_at_s - book.closed_at_s}
     write_record(
-        layout.seconds(context.name, incarnation=number),
-        ProcessSeconds(
-            process=context.name,
-            incarnation=number,
-            spawned_at_s=context.spawned_at_s,
-            closed_at_s=closed_at_s,
-            seconds=seconds,
-        ),
+        layout.seconds(context.name, life=context.life),
+        msgspec.structs.replace(book, closed_at_s=closed_at_s, seconds=seconds, closed=True),
     )
 
 
+async def _keep_books(context: ProcessContext, engine: Engine, *, engine_started_s: float, clock: SystemClock) -> None:
+    """Write down where the seconds went so far, in case this process is killed."""
+    path = context.layout.seconds(context.name, life=context.life)
+    while True:
+        await asyncio.to_thread(write_record, path, _book(context, engine, engine_started_s=engine_started_s))
+        await asyncio.sleep(BOOK_EVERY_S)
+
+
+def _book(context: ProcessContext, engine: Engine, *, engine_started_s: float) -> ProcessSeconds:
+    load = engine.load()
+    seconds = dict(load.seconds)
+    seconds["startup"] = seconds.get("startup", 0.0) + engine_started_s - context.spawned_at_s
+    return ProcessSeconds(
+        process=context.name,
+        incarnation=context.incarnation.number,
+        spawned_at_s=context.spawned_at_s,
+        closed_at_s=engine_started_s + load.wall_s,
+        seconds=seconds,
+        closed=False,
+    )
+
+
+def _load_newest(
+    context: ProcessContext, repository: LocalModelRepository, *, clock: SystemClock
+) -> tuple[WeightManifest, dict[str, torch.Tensor]]:
+    """Return the newest weights, held before they are read so that the trainer does not retire them meanwhile."""
+    while True:
+        manifest = _first_weights(context, repository, clock=clock)
+        version = manifest.policy_version
+        try:
+            # Under the name by which the service holds what it serves.
+            repository.hold(version, owner=f"generator-{os.getpid()}")
+            return manifest, repository.load(version)
+        except WeightError:
+            newest = repository.latest()
+            if newest is None or newest.policy_version == version:
+                raise
+
+
 def _first_weights(context: ProcessContext, repository: LocalModelRepository, *, clock: SystemClock) -> WeightManifest:
-    """Return the newest manifest of this incarnation's history, waiting for it."""
-    history_id = context.incarnation.history_id
+    """Return the newest manifest of the run's present history, waiting for it."""
 
     def newest() -> WeightManifest | None:
+        # Read anew each time: the trainer may be lost, and with it this history, while a replica waits.
+        history_id = read_record(context.layout.incarnation, Incarnation).history_id
         manifest = repository.latest()
         return manifest if manifest is not None and manifest.history_id == history_id else None
 

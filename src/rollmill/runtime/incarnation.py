@@ -41,6 +41,11 @@ class Incarnation(msgspec.Struct, frozen=True, kw_only=True):
     repairs: tuple[str, ...] = ()
 
 
+def history_of(number: int) -> str:
+    """Return the history that an incarnation writes."""
+    return f"h{number:03d}"
+
+
 class Preflight(msgspec.Struct, frozen=True, kw_only=True):
     """What the controller found out before trainer and generator start.
 
@@ -56,11 +61,28 @@ class Preflight(msgspec.Struct, frozen=True, kw_only=True):
     longest_prompt_tokens: int
 
 
-class Segment(msgspec.Struct, frozen=True, kw_only=True):
-    """What the supervisor measured of one incarnation; rewritten every few seconds, so that a kill loses little.
+class Life(msgspec.Struct, frozen=True, kw_only=True):
+    """One process of the run, from spawn to exit (or to now).
 
     Attributes:
-        process_wall_s: process -> seconds from spawn to exit (or to now).
+        life: names it among the lives of its process, see `rollmill.runtime.losses.life_of`.
+        incarnation: of the run when it was spawned.
+        spawned_at_s: clock of the machine.
+    """
+
+    process: str
+    life: str
+    incarnation: int
+    spawned_at_s: float
+    wall_s: float
+
+
+class Segment(msgspec.Struct, frozen=True, kw_only=True):
+    """What one supervisor measured; rewritten every few seconds, so that a kill loses little.
+
+    Attributes:
+        number: incarnation that it began with.
+        lives: of every process that it started.
         peak_memory_bytes: largest sum of PSS over all processes of the run.
     """
 
@@ -69,18 +91,23 @@ class Segment(msgspec.Struct, frozen=True, kw_only=True):
     wall_s: float
     cpu_s: float
     peak_memory_bytes: int
-    process_wall_s: dict[str, float]
+    lives: tuple[Life, ...]
     ended: str = "running"
 
 
 class ProcessSeconds(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the seconds of one process went, from spawn to the close of its books."""
+    """Where the seconds of one process went, from spawn to the close of its books.
+
+    Attributes:
+        closed: `False` while the process lives: its book up to now, in case it is killed.
+    """
 
     process: str
     incarnation: int
     spawned_at_s: float
     closed_at_s: float
     seconds: dict[str, float]
+    closed: bool = True
 
 
 def write_record(path: Path, record: Any) -> None:

@@ -27,18 +27,20 @@ class ProcessLayout:
         self.failure = run_directory / "failure.json"
         self.incarnation = self.processes / "incarnation.json"
         self.preflight = self.processes / "preflight.json"
+        self.losses = run_directory / "losses.jsonl"
+        self.lock = run_directory / "lock"
 
     def address(self, process: str) -> Path:
         """Return where a replica writes the address it listens on."""
         return self.processes / f"{process}.address.json"
 
-    def process_failure(self, process: str, *, incarnation: int) -> Path:
+    def process_failure(self, process: str, *, life: str) -> Path:
         """Return where a process writes why it failed."""
-        return self.processes / f"{process}.{incarnation}.failure.json"
+        return self.processes / f"{process}.{life}.failure.json"
 
-    def seconds(self, process: str, *, incarnation: int) -> Path:
+    def seconds(self, process: str, *, life: str) -> Path:
         """Return where a process keeps its seconds ledger."""
-        return self.processes / f"{process}.{incarnation}.seconds.json"
+        return self.processes / f"{process}.{life}.seconds.json"
 
     def segment(self, incarnation: int) -> Path:
         """Return where the supervisor keeps what it measured."""

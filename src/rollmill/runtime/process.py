@@ -2,36 +2,51 @@
 
 Sets up what all roles share: dies with its parent, writes its failure where the supervisor looks, ends with a status
 that tells a user error (2) from a fault (1). The roles are imported late, so that each imports only what it needs.
+
+A person may start a replica by hand where the run waits for one (`run.on_generator_loss = "wait"`); it ends with the
+run's supervisor all the same.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
+import select
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 
 from rollmill.config.load import load_config
 from rollmill.config.schema import RollmillConfig
+from rollmill.errors import RunDirectoryError
 from rollmill.runtime.failure import record_of_error, write_record
 from rollmill.runtime.incarnation import Incarnation, read_record
 from rollmill.runtime.layout import CONTROLLER, TRAINER, ProcessLayout
+from rollmill.runtime.losses import life_of, read_losses
 
 PR_SET_PDEATHSIG = 1
 PARENT_VARIABLE = "ROLLMILL_PARENT_PID"
 SPAWNED_VARIABLE = "ROLLMILL_SPAWNED_AT_S"
+LIFE_VARIABLE = "ROLLMILL_LIFE"
 
 
 class ProcessContext:
-    """What a role knows about itself."""
+    """What a role knows about itself.
+
+    Attributes:
+        life: names this start of the process among all its starts.
+    """
 
     def __init__(self, name: str, run_directory: Path) -> None:
         self.name = name
         self.layout = ProcessLayout(run_directory)
         self.config: RollmillConfig = load_config(run_directory / "config.toml").config
         self.incarnation = read_record(self.layout.incarnation, Incarnation)
+        self.life = os.environ.get(LIFE_VARIABLE) or life_of(
+            name, incarnation=self.incarnation.number, losses=read_losses(self.layout.losses)
+        )
         # CLOCK_MONOTONIC is one for all processes, so the ledger can begin when the parent spawned this process.
         self.spawned_at_s = float(os.environ.get(SPAWNED_VARIABLE, time.monotonic()))
 
@@ -44,6 +59,32 @@ def die_with_parent() -> None:
     parent = os.environ.get(PARENT_VARIABLE)
     if parent is not None and os.getppid() != int(parent):
         os._exit(1)
+
+
+def die_with_run(name: str, layout: ProcessLayout) -> None:
+    """Tie a process that a person started to the supervisor of the run: it ends when that ends.
+
+    Raises:
+        RunDirectoryError: if no run is going on there, or the process is not one that a run waits for.
+    """
+    if name in (CONTROLLER, TRAINER):
+        raise RunDirectoryError(
+            f'{name} cannot be started by hand; only a lost replica can. Set run.on_{name}_loss = "restart" to have '
+            "the run start it again."
+        )
+    try:
+        supervisor = os.pidfd_open(int(layout.lock.read_text()))
+    except (FileNotFoundError, ValueError, ProcessLookupError):
+        raise RunDirectoryError(
+            f"no run is going on in {layout.run_directory}: there is nothing for {name} to serve. Go on with the run: "
+            f"`rollmill train --resume {layout.run_directory}`."
+        ) from None
+
+    def watch() -> None:
+        select.select([supervisor], [], [])
+        os._exit(1)
+
+    threading.Thread(target=watch, name="supervisor", daemon=True).start()
 
 
 def run_role(context: ProcessContext) -> None:
@@ -65,11 +106,15 @@ def run_role(context: ProcessContext) -> None:
 def main(arguments: list[str]) -> int:
     """Run one process of a run; return its exit status."""
     name, run_directory = arguments
-    die_with_parent()
-    # The supervisor alone answers Ctrl-C; it tells the controller with SIGTERM.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    spawned = PARENT_VARIABLE in os.environ
+    if spawned:
+        die_with_parent()
+        # The supervisor alone answers Ctrl-C; it tells the controller with SIGTERM.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
     context: ProcessContext | None = None
     try:
+        if not spawned:
+            die_with_run(name, ProcessLayout(Path(run_directory)))
         context = ProcessContext(name, Path(run_directory))
         run_role(context)
     except BaseException as error:
@@ -77,8 +122,9 @@ def main(arguments: list[str]) -> int:
             return 0
         record = record_of_error(name, error, at_wall_s=time.time())
         sys.stderr.write(record.traceback or f"{record.code}: {record.message}\n")
-        number = context.incarnation.number if context else 0
-        write_record(ProcessLayout(Path(run_directory)).process_failure(name, incarnation=number), record)
+        life = context.life if context else os.environ.get(LIFE_VARIABLE)
+        if life is not None:
+            write_record(ProcessLayout(Path(run_directory)).process_failure(name, life=life), record)
         return 2 if record.user_error else 1
     return 0
 

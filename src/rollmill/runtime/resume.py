@@ -15,7 +15,7 @@ import msgspec
 from rollmill.buffer.protocol import CommitPoint
 from rollmill.buffer.sqlite import SqliteStore
 from rollmill.errors import CheckpointError, WeightError
-from rollmill.runtime.incarnation import Incarnation, read_record, write_record
+from rollmill.runtime.incarnation import Incarnation, history_of, read_record, write_record
 from rollmill.runtime.layout import ProcessLayout
 from rollmill.weights.checkpoint import Checkpoint, latest_checkpoint, list_checkpoints, set_aside_newer
 from rollmill.weights.manifests import Manifests
@@ -26,13 +26,16 @@ WITNESS_BYTES = 8 << 20
 
 def first_incarnation(layout: ProcessLayout) -> Incarnation:
     """Write and return the first incarnation of a new run."""
-    incarnation = Incarnation(number=1, history_id="h001")
+    incarnation = Incarnation(number=1, history_id=history_of(1))
     write_record(layout.incarnation, incarnation)
     return incarnation
 
 
-def next_incarnation(layout: ProcessLayout) -> Incarnation:
+def next_incarnation(layout: ProcessLayout, *, replicas_live: bool = False) -> Incarnation:
     """Reconcile the store with the newest checkpoint; write and return the next incarnation.
+
+    Args:
+        replicas_live: the replicas go on, where only the trainer was lost; they keep their addresses.
 
     Raises:
         RunDirectoryError: if the records of the earlier start are missing or damaged.
@@ -55,7 +58,7 @@ def next_incarnation(layout: ProcessLayout) -> Incarnation:
     number = before.number + 1
     incarnation = Incarnation(
         number=number,
-        history_id=f"h{number:03d}",
+        history_id=history_of(number),
         optimizer_step=commit.optimizer_step,
         checkpoint=None if checkpoint is None else str(checkpoint.path),
         trained_group_ids=reconciliation.trained_group_ids,
@@ -65,7 +68,7 @@ def next_incarnation(layout: ProcessLayout) -> Incarnation:
         parent_version=None if checkpoint is None else commit.policy_version,
         repairs=tuple(dict.fromkeys((*before.repairs, *_passed_over(checkpoint, moved), *_lost(lost)))),
     )
-    for stale in layout.processes.glob("*.address.json"):
+    for stale in () if replicas_live else layout.processes.glob("*.address.json"):
         stale.unlink()
     layout.failure.unlink(missing_ok=True)
     write_record(layout.incarnation, incarnation)

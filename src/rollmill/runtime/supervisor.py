@@ -1,120 +1,78 @@
-"""The tiny parent of a run: spawns the processes, sees each death through the kernel, ends or stops the rest.
+"""The tiny parent of a run: spawns the processes, sees each death through the kernel, ends, stops or restarts.
 
-Holds no torch and makes no scheduling decision. `on_exit` and `on_signal` are pure: they say what a death or a
-signal means; `Supervisor` does it.
+Holds no torch and makes no scheduling decision. `rollmill.runtime.losses` says what a death or a signal means;
+`Supervisor` does it.
 
-    Waits for                     Woken by         Gives up after
-    preflight of the controller   doorbell         PREFLIGHT_DEADLINE_S
-    death of any child            pidfd            -
-    Ctrl-C, SIGTERM               signal           second Ctrl-C kills
-    clean stop of the children    pidfd            run.shutdown_grace_s, then kills
-    children after a death        pidfd            KILL_AFTER_S, so that all are gone within 5 s
+    Waits for                        Woken by           Gives up after
+    preflight of the controller      doorbell           PREFLIGHT_DEADLINE_S
+    death of any process             pidfd              -
+    a pause before a restart         its tick           losses.LONGEST_PAUSE_S
+    the controller's reconciliation  doorbell, its tick RECONCILE_DEADLINE_S (restart of the trainer)
+    a replica that somebody starts   its tick           run.replica_deadline_s
+    Ctrl-C, SIGTERM                  signal             second Ctrl-C kills
+    clean stop of the children       pidfd              run.shutdown_grace_s, then kills
+    children after a death           pidfd              KILL_AFTER_S, so that all are gone within 5 s
 """
 
 from __future__ import annotations
 
-import enum
-import os
 import resource
 import selectors
+import shlex
 import signal
 import socket
-import subprocess
-import sys
 from collections.abc import Callable
 from types import FrameType
 
 import msgspec
 import psutil
 
-from rollmill.buffer.doorbell import Doorbell
+from rollmill.buffer.doorbell import Doorbell, ring
+from rollmill.buffer.sqlite import SqliteStore
 from rollmill.clock import SystemClock
 from rollmill.config.schema import RollmillConfig
+from rollmill.errors import RollmillError
+from rollmill.runtime.children import Child, adopt, command_of, serving_pid, spawn
 from rollmill.runtime.failure import FailureRecord, earliest, read_record, record_of_exit
 from rollmill.runtime.failure import write_record as write_failure
 from rollmill.runtime.incarnation import Incarnation, Segment, write_record
+from rollmill.runtime.incarnation import read_record as read_run_record
 from rollmill.runtime.layout import CONTROLLER, SUPERVISOR, TRAINER, ProcessLayout, replica_name
-from rollmill.runtime.process import PARENT_VARIABLE, SPAWNED_VARIABLE
-from rollmill.runtime.threads import process_environment
+from rollmill.runtime.losses import (
+    LOSSES,
+    Action,
+    Chain,
+    LossRecord,
+    Phase,
+    append_loss,
+    first_cause_of,
+    life_of,
+    loss_message,
+    on_exit,
+    on_signal,
+    policy_of,
+    read_losses,
+)
 from rollmill.telemetry.memory import memory_of, tree_of
 from rollmill.weights.repository import LocalModelRepository
 from rollmill.weights.transport import sweep_shared_memory
 
 PREFLIGHT_DEADLINE_S = 900.0
+RECONCILE_DEADLINE_S = 300.0
 KILL_AFTER_S = 3.0
 MEASURE_EVERY_S = 3.0
 
 
-class Phase(enum.Enum):
-    """Where the run stands, as the supervisor sees it."""
-
-    PREFLIGHT = "preflight"
-    RUNNING = "running"
-    STOPPING = "stopping"
-    ENDING = "ending"
-    FAILING = "failing"
-
-
-class Action(enum.Enum):
-    """What the supervisor must do."""
-
-    NOTHING = "nothing"
-    STOP_CLEANLY = "stop_cleanly"
-    END_OTHERS = "end_others"
-    FAIL = "fail"
-    KILL_ALL = "kill_all"
-
-
-def on_exit(name: str, status: int, *, phase: Phase) -> tuple[Phase, Action]:
-    """Return what the exit of a child means.
-
-    The controller leads: its clean exit ends the run. The trainer may end cleanly before it (it was told to in the
-    store). A replica never ends by itself.
-    """
-    if phase in (Phase.FAILING, Phase.ENDING):
-        return phase, Action.NOTHING
-    if status == 0 and name == CONTROLLER:
-        return Phase.ENDING, Action.END_OTHERS
-    if status == 0 and name == TRAINER:
-        return phase, Action.NOTHING
-    return Phase.FAILING, Action.FAIL
-
-
-def on_signal(count: int, *, phase: Phase) -> tuple[Phase, Action]:
-    """Return what the `count`-th Ctrl-C or SIGTERM means."""
-    if count > 1 or phase is Phase.PREFLIGHT:
-        return Phase.FAILING, Action.KILL_ALL
-    if phase is Phase.RUNNING:
-        return Phase.STOPPING, Action.STOP_CLEANLY
-    return phase, Action.NOTHING
-
-
 class RunEnd(msgspec.Struct, frozen=True, kw_only=True):
-    """How an incarnation ended."""
+    """How a run ended."""
 
     phase: Phase
     failure: FailureRecord | None
     interrupted: bool
 
 
-class Child:
-    """A process of the run and the kernel's handle on it."""
-
-    def __init__(self, name: str, process: subprocess.Popen[bytes], *, spawned_at_s: float) -> None:
-        self.name = name
-        self.process = process
-        self.pidfd = os.pidfd_open(process.pid)
-        self.spawned_at_s = spawned_at_s
-        self.wall_s: float | None = None
-
-    def send(self, number: signal.Signals) -> None:
-        """Send a signal if the process still runs."""
-        if self.wall_s is None:
-            self.process.send_signal(number)
-
-
 class Supervisor:
-    """Runs the processes of one incarnation to their end."""
+    """Runs the processes of a run to their end."""
 
     def __init__(
         self,
@@ -127,10 +85,16 @@ class Supervisor:
         self._config = config
         self._layout = layout
         self._incarnation = incarnation
+        self._segment_number = incarnation.number
         self._refresh_view = refresh_view
         self._clock = SystemClock()
         self._phase = Phase.PREFLIGHT
         self._children: dict[str, Child] = {}
+        self._ended: list[Child] = []
+        self._chains: dict[str, Chain] = {}
+        self._due_s: dict[str, float] = {}
+        self._awaited_until_s: dict[str, float] = {}
+        self._reconciled_by_s: float | None = None
         self._selector = selectors.DefaultSelector()
         self._signals = 0
         self._failure: FailureRecord | None = None
@@ -150,9 +114,9 @@ class Supervisor:
             self._doorbell = doorbell
             self._selector.register(doorbell.fileno(), selectors.EVENT_READ, self._on_bell)
             self._selector.register(signals.fileno(), selectors.EVENT_READ, signals.drain)
-            self._spawn(CONTROLLER, threads=1)
+            self._spawn(CONTROLLER)
             try:
-                while any(child.wall_s is None for child in self._children.values()):
+                while self._somebody_runs() or (self._phase is Phase.RUNNING and self._due_s):
                     for key, _ in self._selector.select(timeout=0.25):
                         key.data()
                     self._periodic()
@@ -161,6 +125,9 @@ class Supervisor:
                 self._clean_shared_memory()
                 self._measure(ended=self._phase.value)
         return RunEnd(phase=self._phase, failure=self._failure, interrupted=self._signals > 0)
+
+    def _somebody_runs(self) -> bool:
+        return any(child.runs for child in self._children.values())
 
     def _clean_shared_memory(self) -> None:
         """Remove published tensors: nobody is left to read them, and a resume publishes its checkpoint anew."""
@@ -175,20 +142,32 @@ class Supervisor:
         self._doorbell.drain()
         if self._phase is Phase.PREFLIGHT and self._layout.preflight.exists():
             self._start_workers()
+        self._start_due()
 
     def _on_signal(self) -> None:
         self._signals += 1
-        self._phase, action = on_signal(self._signals, phase=self._phase)
+        leaders_run = all(name in self._children and self._children[name].runs for name in (CONTROLLER, TRAINER))
+        # A trainer that has finished is missed by nobody.
+        finished = self._layout.trainer_done(incarnation=self._incarnation.number).exists()
+        self._phase, action = on_signal(self._signals, phase=self._phase, leaders_run=leaders_run or finished)
         self._act(action)
 
     def _on_child(self, child: Child) -> None:
-        status = child.process.wait()
-        child.wall_s = self._clock.now_s() - child.spawned_at_s
         self._selector.unregister(child.pidfd)
-        os.close(child.pidfd)
-        self._phase, action = on_exit(child.name, status, phase=self._phase)
-        if action is Action.FAIL:
-            self._keep_first_cause(child.name, status)
+        status = child.reap(now_s=self._clock.now_s())
+        self._ended.append(child)
+        own = read_record(self._layout.process_failure(child.name, life=child.life))
+        chain = self._chain(child.name)
+        self._phase, action = on_exit(
+            child.name,
+            status,
+            phase=self._phase,
+            policy=policy_of(child.name, self._config.run),
+            restarts_left=chain.restarts_left(self._config.run.restart_budget),
+            cause=own,
+        )
+        if action in LOSSES:
+            self._lose(child, status, action=action, own=own, chain=chain)
         self._act(action)
 
     def _periodic(self) -> None:
@@ -197,6 +176,9 @@ class Supervisor:
             self._on_bell()
             if now_s - self._started_s > PREFLIGHT_DEADLINE_S:
                 self._give_up(f"the preflight took longer than {PREFLIGHT_DEADLINE_S:.0f} s; see {self._layout.logs}.")
+        if self._phase is Phase.RUNNING:
+            self._start_due()
+            self._look_for_replicas()
         if self._kill_at_s is not None and now_s >= self._kill_at_s:
             if self._phase is Phase.STOPPING:
                 grace_s = self._config.run.shutdown_grace_s
@@ -210,48 +192,195 @@ class Supervisor:
             self._measure(ended="running")
         self._refresh_view()
 
+    # a loss
+
+    def _chain(self, name: str) -> Chain:
+        """Return the losses of a process since the run last made progress without it failing."""
+        chain = self._chains.get(name, Chain())
+        newest = self._newest_step_row(after=chain.steps_recorded)
+        if newest > chain.steps_recorded:
+            return Chain(steps_recorded=newest)
+        return chain
+
+    def _newest_step_row(self, *, after: int) -> int:
+        """Return the newest row of the step records, also of abandoned histories: rows only grow."""
+        if not self._layout.store.exists():
+            return after
+        try:
+            store = SqliteStore(self._layout.store, create=False)
+        except RollmillError:
+            # A store that cannot be read shows no progress; whoever needs it says what is wrong with it.
+            return after
+        try:
+            rows = [row for old in (False, True) for row, _ in store.steps(after=after, abandoned=old)]
+        except RollmillError:
+            return after
+        finally:
+            store.close()
+        return max(rows, default=after)
+
+    def _lose(
+        self, child: Child, status: int | None, *, action: Action, own: FailureRecord | None, chain: Chain
+    ) -> None:
+        """Write the loss down at once, remember it for the budget, and wake the controller."""
+        run, now_s, now_wall_s = self._config.run, self._clock.now_s(), self._clock.wall_s()
+        cause = own or record_of_exit(child.name, status, at_wall_s=now_wall_s)
+        pause_s = chain.pause_s() if action is Action.RESTART else 0.0
+        left = max(0, chain.restarts_left(run.restart_budget) - (action is Action.RESTART))
+        loss = LossRecord(
+            process=child.name,
+            life=child.life,
+            pid=child.pid,
+            incarnation=self._incarnation.number,
+            at_wall_s=now_wall_s,
+            exit_status=status,
+            cause=cause,
+            decision=action.value,
+            restarts_left=left,
+            pause_s=pause_s,
+            message=loss_message(
+                child.name, cause, action=action, restarts_left=left, pause_s=pause_s, how=self._how(child.name, action)
+            ),
+        )
+        append_loss(self._layout.losses, loss)
+        self._chains[child.name] = chain = Chain(losses=(*chain.losses, loss), steps_recorded=chain.steps_recorded)
+        if serving_pid(self._layout.address(child.name)) in (child.pid, None):
+            self._layout.address(child.name).unlink(missing_ok=True)
+        if action is Action.FAIL:
+            self._keep_first_cause(chain)
+        elif action is Action.RESTART:
+            self._due_s[child.name] = now_s + pause_s
+            if child.name == TRAINER:
+                self._reconciled_by_s = now_s + RECONCILE_DEADLINE_S
+        elif action is Action.WAIT:
+            self._awaited_until_s[child.name] = now_s + run.replica_deadline_s
+        ring(self._layout.run_directory, CONTROLLER)
+
+    def _how(self, name: str, action: Action) -> str:
+        """Return what happens next, where the action alone does not say it."""
+        if action is Action.WAIT:
+            command = shlex.join(command_of(name, self._layout.run_directory.resolve()))
+            return (
+                f"The run waits up to {self._config.run.replica_deadline_s:.0f} s for somebody to start it again: "
+                f"{command}"
+            )
+        if action is Action.RESTART and name == TRAINER:
+            return "The run goes back to its newest checkpoint; the generator lives on."
+        return ""
+
+    def _keep_first_cause(self, chain: Chain) -> None:
+        """Keep why the run fails: the chain's first cause, or an earlier failure of a process that still counts."""
+        others = [
+            record
+            for child in self._children.values()
+            if child.name != chain.losses[0].process
+            and (record := read_record(self._layout.process_failure(child.name, life=child.life))) is not None
+        ]
+        self._failure = earliest([first_cause_of(chain, budget=self._config.run.restart_budget), *others])
+        write_failure(self._layout.failure, self._failure)
+
+    def _start_due(self) -> None:
+        """Start again what is due; the trainer once the controller has gone back to the newest checkpoint."""
+        now_s = self._clock.now_s()
+        for name in [name for name, due_s in self._due_s.items() if due_s <= now_s]:
+            if self._phase is not Phase.RUNNING:
+                return
+            if name == TRAINER and not self._is_reconciled(now_s):
+                continue
+            del self._due_s[name]
+            self._spawn(name)
+
+    def _is_reconciled(self, now_s: float) -> bool:
+        newest = read_run_record(self._layout.incarnation, Incarnation)
+        if newest.number > self._incarnation.number:
+            self._incarnation = newest
+            return True
+        if self._reconciled_by_s is not None and now_s > self._reconciled_by_s:
+            self._give_up(
+                f"the controller did not go back to the newest checkpoint within {RECONCILE_DEADLINE_S:.0f} s of the "
+                f"trainer's loss, so the trainer could not be started again; see {self._layout.log(CONTROLLER)}."
+            )
+        return False
+
+    def _look_for_replicas(self) -> None:
+        """Take in replicas that somebody else started; give up where nobody did in time."""
+        now_s = self._clock.now_s()
+        for name, until_s in list(self._awaited_until_s.items()):
+            child = adopt(
+                name,
+                layout=self._layout,
+                life=self._next_life(name),
+                incarnation=self._incarnation.number,
+                now_s=now_s,
+            )
+            if child is not None:
+                del self._awaited_until_s[name]
+                self._take_in(child)
+            elif now_s >= until_s:
+                self._phase = Phase.FAILING
+                first = self._chains[name].losses[-1].cause
+                waited_s = self._config.run.replica_deadline_s
+                self._failure = msgspec.structs.replace(
+                    first,
+                    message=f"{name} was lost and nobody started it again within run.replica_deadline_s = "
+                    f"{waited_s:.0f} s. {first.message}",
+                )
+                write_failure(self._layout.failure, self._failure)
+                self._act(Action.FAIL)
+                return
+
     # what we do
 
     def _act(self, action: Action) -> None:
         match action:
-            case Action.NOTHING:
+            case Action.NOTHING | Action.WAIT | Action.DEGRADE:
                 return
+            case Action.RESTART:
+                self._start_due()
             case Action.STOP_CLEANLY:
                 self._children[CONTROLLER].send(signal.SIGTERM)
                 self._kill_after(self._config.run.shutdown_grace_s)
             case Action.END_OTHERS:
                 self._signal_all(signal.SIGTERM)
-                self._kill_after(self._config.run.shutdown_grace_s)
+                self._kill_after(self._config.run.shutdown_grace_s if self._trainer_runs() else KILL_AFTER_S)
             case Action.FAIL:
                 self._signal_all(signal.SIGTERM)
                 self._kill_after(KILL_AFTER_S)
             case Action.KILL_ALL:
                 self._signal_all(signal.SIGKILL)
 
+    def _trainer_runs(self) -> bool:
+        return TRAINER in self._children and self._children[TRAINER].runs
+
     def _start_workers(self) -> None:
         self._phase = Phase.RUNNING
-        self._spawn(TRAINER, threads=self._config.trainer.threads)
+        self._spawn(TRAINER)
         for index in range(self._config.generator.replicas):
-            self._spawn(replica_name(index), threads=self._config.generator.threads)
+            self._spawn(replica_name(index))
 
-    def _spawn(self, name: str, *, threads: int) -> None:
-        environment = process_environment(threads=threads, deterministic=self._config.run.deterministic)
-        spawned_at_s = self._clock.now_s()
-        environment[PARENT_VARIABLE] = str(os.getpid())
-        environment[SPAWNED_VARIABLE] = repr(spawned_at_s)
-        with self._layout.log(name).open("ab") as log:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "rollmill.runtime.process", name, str(self._layout.run_directory)],
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                # A session of its own, so that a terminal's Ctrl-C reaches the supervisor alone.
-                start_new_session=True,
-            )
-        child = Child(name, process, spawned_at_s=spawned_at_s)
-        self._children[name] = child
+    def _spawn(self, name: str) -> None:
+        child = spawn(
+            name,
+            layout=self._layout,
+            life=self._next_life(name),
+            incarnation=self._incarnation.number,
+            threads=self._threads(name),
+            deterministic=self._config.run.deterministic,
+            now_s=self._clock.now_s(),
+        )
+        self._take_in(child)
+
+    def _take_in(self, child: Child) -> None:
+        self._children[child.name] = child
         self._selector.register(child.pidfd, selectors.EVENT_READ, lambda: self._on_child(child))
+
+    def _next_life(self, name: str) -> str:
+        return life_of(name, incarnation=self._incarnation.number, losses=read_losses(self._layout.losses))
+
+    def _threads(self, name: str) -> int:
+        if name == CONTROLLER:
+            return 1
+        return self._config.trainer.threads if name == TRAINER else self._config.generator.threads
 
     def _signal_all(self, number: signal.Signals) -> None:
         for child in self._children.values():
@@ -259,18 +388,6 @@ class Supervisor:
 
     def _kill_after(self, seconds: float) -> None:
         self._kill_at_s = self._clock.now_s() + seconds
-
-    def _keep_first_cause(self, name: str, status: int) -> None:
-        number = self._incarnation.number
-        records = [
-            record
-            for child in self._children
-            if (record := read_record(self._layout.process_failure(child, incarnation=number))) is not None
-        ]
-        if not any(record.process == name for record in records):
-            records.append(record_of_exit(name, status, at_wall_s=self._clock.wall_s()))
-        self._failure = earliest(records)
-        write_failure(self._layout.failure, self._failure)
 
     def _give_up(self, message: str) -> None:
         self._phase = Phase.FAILING
@@ -282,21 +399,19 @@ class Supervisor:
 
     def _measure(self, *, ended: str) -> None:
         now_s = self._clock.now_s()
-        alive = [child.process.pid for child in self._children.values() if child.wall_s is None]
+        alive = [child.pid for child in self._children.values() if child.runs]
         self._peak_memory_bytes = max(self._peak_memory_bytes, memory_of(tree_of()).total_bytes)
+        lives = [*self._ended, *(child for child in self._children.values() if child.runs)]
         segment = Segment(
-            number=self._incarnation.number,
+            number=self._segment_number,
             started_wall_s=self._started_wall_s,
             wall_s=now_s - self._started_s,
             cpu_s=_cpu_s(alive),
             peak_memory_bytes=self._peak_memory_bytes,
-            process_wall_s={
-                child.name: now_s - child.spawned_at_s if child.wall_s is None else child.wall_s
-                for child in self._children.values()
-            },
+            lives=tuple(child.life_until(now_s) for child in lives),
             ended=ended,
         )
-        write_record(self._layout.segment(self._incarnation.number), segment)
+        write_record(self._layout.segment(self._segment_number), segment)
 
 
 def _cpu_s(alive: list[int]) -> float:

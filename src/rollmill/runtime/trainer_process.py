@@ -67,7 +67,7 @@ def run_trainer(context: ProcessContext) -> None:
     store.close()
     number = context.incarnation.number
     write_record(
-        layout.seconds(context.name, incarnation=number),
+        layout.seconds(context.name, life=context.life),
         ProcessSeconds(
             process=context.name,
             incarnation=number,

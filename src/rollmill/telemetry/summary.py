@@ -28,6 +28,7 @@ REASONS = {
     "end_of_data": "the data is used up",
     "stopped": "it was stopped",
     "failed": "it failed",
+    "degraded": "the last replica of the generator was lost and what was buffered is trained",
 }
 
 
@@ -159,6 +160,7 @@ def render_summary(summary: Mapping[str, Any]) -> str:
     )
     lines += ["", "where the seconds went"]
     lines += [_seconds_line(owner, causes) for owner, causes in summary["seconds"].items()]
+    lines += _restart_lines(summary)
     lines += ["", bound_sentence(summary["bound_by"])]
     lines += [f"repaired: {repair}" for repair in summary.get("repairs", ())]
     lines += [f"problem: {problem}" for problem in summary["books"]]
@@ -220,6 +222,19 @@ def _seconds_line(owner: str, causes: Mapping[str, float]) -> str:
     shares.sort(key=lambda item: -item[1])
     shown = ", ".join(f"{name} {value / wall:.0%}" for name, value in shares) if wall > 0 else "nothing"
     return f"  {owner:<12} {wall:8.1f} s: {shown}"
+
+
+def _restart_lines(summary: Mapping[str, Any]) -> list[str]:
+    """Return a line per process that was lost, and one for steps trained without a replica."""
+    lines = [
+        f"restarts    {process} was lost {entry['losses']} times and restarted {entry['restarts']} times: "
+        f"{entry['down_s'] + entry['startup_s']:.1f} s until it was back, {entry['lost_s']:.1f} s of work in no book; "
+        f"last: {entry['causes'][-1]}"
+        for process, entry in summary.get("restarts", {}).items()
+    ]
+    if summary.get("degraded_steps"):
+        lines.append(f"degraded    {summary['degraded_steps']} steps were trained while a replica was missing")
+    return ["", *lines] if lines else []
 
 
 def _rollouts(rollouts: Mapping[str, Any]) -> dict[str, Any]:

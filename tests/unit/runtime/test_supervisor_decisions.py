@@ -6,7 +6,8 @@ import pytest
 
 from rollmill.errors import ConfigError, EngineDead
 from rollmill.runtime.failure import earliest, read_record, record_of_error, record_of_exit, write_record
-from rollmill.runtime.supervisor import KILL_AFTER_S, Action, Phase, on_exit, on_signal
+from rollmill.runtime.losses import Action, Phase, on_exit, on_signal
+from rollmill.runtime.supervisor import KILL_AFTER_S
 from rollmill.runtime.threads import process_environment
 
 
@@ -14,16 +15,28 @@ from rollmill.runtime.threads import process_environment
 @pytest.mark.parametrize("name", ["controller", "trainer", "generator-0"])
 @pytest.mark.parametrize("status", [1, 2, -9])
 def test_the_death_of_any_process_ends_the_run(phase: Phase, name: str, status: int) -> None:
-    assert on_exit(name, status, phase=phase) == (Phase.FAILING, Action.FAIL)
+    assert on_exit(name, status, phase=phase, policy="stop", restarts_left=3, cause=None) == (
+        Phase.FAILING,
+        Action.FAIL,
+    )
 
 
 def test_the_controllers_clean_end_ends_the_others() -> None:
-    assert on_exit("controller", 0, phase=Phase.RUNNING) == (Phase.ENDING, Action.END_OTHERS)
+    assert on_exit("controller", 0, phase=Phase.RUNNING, policy="stop", restarts_left=3, cause=None) == (
+        Phase.ENDING,
+        Action.END_OTHERS,
+    )
 
 
 def test_the_trainer_may_end_first_and_a_replica_never_ends_by_itself() -> None:
-    assert on_exit("trainer", 0, phase=Phase.RUNNING) == (Phase.RUNNING, Action.NOTHING)
-    assert on_exit("generator-0", 0, phase=Phase.RUNNING) == (Phase.FAILING, Action.FAIL)
+    assert on_exit("trainer", 0, phase=Phase.RUNNING, policy="stop", restarts_left=3, cause=None) == (
+        Phase.RUNNING,
+        Action.NOTHING,
+    )
+    assert on_exit("generator-0", 0, phase=Phase.RUNNING, policy="stop", restarts_left=3, cause=None) == (
+        Phase.FAILING,
+        Action.FAIL,
+    )
 
 
 def test_what_does_not_end_by_itself_is_killed_early_enough_for_the_promised_five_seconds() -> None:
@@ -31,14 +44,20 @@ def test_what_does_not_end_by_itself_is_killed_early_enough_for_the_promised_fiv
 
 
 def test_deaths_after_the_first_change_nothing() -> None:
-    assert on_exit("trainer", -15, phase=Phase.FAILING) == (Phase.FAILING, Action.NOTHING)
-    assert on_exit("generator-0", 0, phase=Phase.ENDING) == (Phase.ENDING, Action.NOTHING)
+    assert on_exit("trainer", -15, phase=Phase.FAILING, policy="stop", restarts_left=3, cause=None) == (
+        Phase.FAILING,
+        Action.NOTHING,
+    )
+    assert on_exit("generator-0", 0, phase=Phase.ENDING, policy="stop", restarts_left=3, cause=None) == (
+        Phase.ENDING,
+        Action.NOTHING,
+    )
 
 
 def test_one_ctrl_c_stops_cleanly_and_two_kill() -> None:
-    assert on_signal(1, phase=Phase.RUNNING) == (Phase.STOPPING, Action.STOP_CLEANLY)
-    assert on_signal(2, phase=Phase.STOPPING) == (Phase.FAILING, Action.KILL_ALL)
-    assert on_signal(1, phase=Phase.PREFLIGHT) == (Phase.FAILING, Action.KILL_ALL)
+    assert on_signal(1, phase=Phase.RUNNING, leaders_run=True) == (Phase.STOPPING, Action.STOP_CLEANLY)
+    assert on_signal(2, phase=Phase.STOPPING, leaders_run=True) == (Phase.FAILING, Action.KILL_ALL)
+    assert on_signal(1, phase=Phase.PREFLIGHT, leaders_run=True) == (Phase.FAILING, Action.KILL_ALL)
 
 
 def test_the_first_cause_is_reported_not_the_first_noticed() -> None:

@@ -1,0 +1,328 @@
+"""Who serves: replicas join when their address appears, leave when they are lost, and join anew when they are back.
+
+Decides nothing about restarts; the supervisor does. A replica joins only after it has proven the weights it serves, and
+only with weights of the run's present history. A replica that lives but serves nothing is ended here, so that it comes
+back like any other.
+
+    Waits for                          Woken by          Gives up after
+    the address of a new replica       its tick          REPLICA_DEADLINE_S, or whoever restarts it gives up
+    a status                           reply             two answers missed in a row
+    the end of a replica that was lost its tick          LOST_GRACE_S, then ends it
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import time
+from collections.abc import Callable
+
+import msgspec
+import psutil
+
+from rollmill.clock import Clock
+from rollmill.config.schema import RollmillConfig
+from rollmill.controller.replicas import ReplicaLost, ReplicaSet
+from rollmill.controller.shell import Controller, Reporter
+from rollmill.errors import DeadlineExceeded, EngineDead, Fault, RollmillError
+from rollmill.generator.client import GeneratorClient
+from rollmill.generator.state import ReplicaState
+from rollmill.generator.wire import ReplicaStatus
+from rollmill.runtime.failure import record_of_error, write_record
+from rollmill.runtime.layout import ProcessLayout, replica_name
+from rollmill.runtime.losses import LossRecord, read_losses
+from rollmill.runtime.process import LIFE_VARIABLE
+from rollmill.scheduling.events import AfterLoss, ReplicaJoined
+from rollmill.weights.repository import LocalModelRepository
+
+REPLICA_DEADLINE_S = 300.0
+LOST_GRACE_S = 2.0
+"""A replica whose channel broke is dead as a rule; the supervisor then knows why before this time is over."""
+LOST_STATES = (ReplicaState.DIRTY, ReplicaState.DEAD)
+
+AFTER_LOSS = {
+    "restart": AfterLoss.AWAIT,
+    "wait": AfterLoss.AWAIT,
+    "degrade": AfterLoss.DEGRADE,
+    # The supervisor ends the run, with the cause.
+    "stop": AfterLoss.AWAIT,
+}
+
+
+class Lost(msgspec.Struct, frozen=True, kw_only=True):
+    """A replica that left the rotation and may still have to be ended."""
+
+    pid: int
+    reason: str
+    at_s: float
+
+
+class LossLog:
+    """The losses that the supervisor has written down, read again only when there are more."""
+
+    def __init__(self, layout: ProcessLayout) -> None:
+        self._path = layout.losses
+        self._size = -1
+        self._losses: list[LossRecord] = []
+
+    def all(self) -> list[LossRecord]:
+        """Return all losses of the run, oldest first."""
+        size = self._path.stat().st_size if self._path.exists() else 0
+        if size != self._size:
+            self._losses, self._size = read_losses(self._path), size
+        return self._losses
+
+
+class ReplicaWatch:
+    """Keeps the rotation in step with the replica processes, over all sessions of one controller process.
+
+    Attributes:
+        clients: replica -> its client, while it is in rotation.
+        evaluating: version that an evaluation asks for; a replica that joins meanwhile loads it, if it can be had.
+    """
+
+    def __init__(
+        self,
+        *,
+        config: RollmillConfig,
+        layout: ProcessLayout,
+        clock: Clock,
+        losses: LossLog,
+        repository: LocalModelRepository,
+        reporter: Reporter,
+    ) -> None:
+        self.clients: dict[str, GeneratorClient] = {}
+        self.replicas = ReplicaSet(on_lost=self._on_broken_channel)
+        self.evaluating: int | None = None
+        self._config = config
+        self._layout = layout
+        self._clock = clock
+        self._losses = losses
+        self._repository = repository
+        self._reporter = reporter
+        self._then = AFTER_LOSS[config.run.on_generator_loss]
+        self._pids: dict[str, int] = {}
+        self._dead_pids: set[int] = set()
+        self._lost: dict[str, Lost] = {}
+        self._closing: list[GeneratorClient] = []
+        self._missed: dict[str, int] = {}
+        self._controller: Controller | None = None
+        self._history_id = ""
+        self._on_none_left: Callable[[], None] = lambda: None
+
+    @property
+    def names(self) -> list[str]:
+        """Names of all replicas that the configuration asks for."""
+        return [replica_name(index) for index in range(self._config.generator.replicas)]
+
+    @property
+    def none_comes(self) -> bool:
+        """Whether nobody serves and nobody will."""
+        return not self.clients and self._then is AfterLoss.DEGRADE
+
+    def begin(self, controller: Controller, *, history_id: str, on_none_left: Callable[[], None]) -> None:
+        """Serve another session: its controller is told of joins and losses from now on.
+
+        Args:
+            on_none_left: called when the last replica is lost and none will come back.
+        """
+        self._controller = controller
+        self._history_id = history_id
+        self._on_none_left = on_none_left
+
+    async def join_anew(self) -> None:
+        """Let all that serve join a new session, with weights of its history; say which others are lost."""
+        for name, client in list(self.clients.items()):
+            await self._admit(name, client, pid=self._pids[name])
+        await self.look()
+        for name in self.names:
+            if name not in self.clients:
+                self._told().replica_lost(name, reason="it was lost before", then=self._then)
+                self._lost.setdefault(name, Lost(pid=0, reason="it was lost before", at_s=self._clock.now_s()))
+
+    async def look(self) -> None:
+        """Take out what was lost, take in what has come.
+
+        Raises:
+            DeadlineExceeded: naming a replica that did not come back.
+        """
+        for loss in self._losses.all():
+            if loss.pid not in self._dead_pids:
+                self._dead_pids.add(loss.pid)
+                if self._pids.get(loss.process) == loss.pid:
+                    self._leave(loss.process, reason=loss.cause.message)
+        while self._closing:
+            await self._closing.pop().close()
+        for name in self.names:
+            if name not in self.clients:
+                self._end_if_it_lingers(name)
+                await self._take_in(name)
+
+    async def load(self, replica_id: str, policy_version: int) -> None:
+        """Have a replica load and prove a version; one that cannot is lost.
+
+        Raises:
+            ReplicaLost: if it is gone or could not load; the controller has been told.
+        """
+        client = self.clients.get(replica_id)
+        if client is None:
+            raise ReplicaLost(f"{replica_id} is not in rotation any more; it joins again with newer weights.")
+        try:
+            await client.load_weights(policy_version, deadline_s=self._config.generator.load_deadline_s)
+        except Fault as fault:
+            if self.clients.get(replica_id) is client:
+                self._condemn(replica_id, fault)
+            raise ReplicaLost(f"{replica_id} could not load policy version {policy_version}: {fault}") from fault
+
+    async def poll(self) -> list[ReplicaStatus]:
+        """Return the status of each replica in rotation; one that serves nothing any more is lost."""
+        found: list[ReplicaStatus] = []
+        for name, client in list(self.clients.items()):
+            status = await self._status(name, client)
+            if status is None:
+                continue
+            found.append(status)
+            if status.state in LOST_STATES and self.clients.get(name) is client:
+                self._condemn(name, EngineDead(f"{name} is {status.state.value}: {status.reason}. Its log has more."))
+        return found
+
+    async def close(self) -> None:
+        """Close all channels."""
+        for client in (*self.clients.values(), *self._closing):
+            await client.close()
+
+    # losing
+
+    async def _status(self, name: str, client: GeneratorClient) -> ReplicaStatus | None:
+        try:
+            status = await client.status()
+        except EngineDead as error:
+            if self.clients.get(name) is client:
+                self._leave(name, reason=str(error))
+        except DeadlineExceeded as error:
+            self._missed[name] = self._missed.get(name, 0) + 1
+            if self._missed[name] > 1 and self.clients.get(name) is client:
+                self._condemn(name, EngineDead(f"{name} did not answer twice in a row: {error}"))
+        else:
+            self._missed.pop(name, None)
+            return status
+        return None
+
+    def _on_broken_channel(self, name: str, reason: str) -> None:
+        if name in self.clients:
+            self._leave(name, reason=reason)
+
+    def _leave(self, name: str, *, reason: str) -> None:
+        """Take a replica out of rotation and tell the core, before any of its requests reports its own failure."""
+        self.replicas.leave(name)
+        self._closing.append(self.clients.pop(name))
+        self._missed.pop(name, None)
+        self._lost[name] = Lost(pid=self._pids.pop(name), reason=reason, at_s=self._clock.now_s())
+        self._told().replica_lost(name, reason=reason, then=self._then)
+        if self.none_comes:
+            self.replicas.end()
+            self._on_none_left()
+
+    def _condemn(self, name: str, error: RollmillError) -> None:
+        """Take a replica out that lives but cannot serve, and end it, with the reason where the supervisor looks."""
+        pid = self._pids[name]
+        self._leave(name, reason=str(error))
+        self._end(name, pid, error)
+
+    def _end_if_it_lingers(self, name: str) -> None:
+        lost = self._lost.get(name)
+        if lost is None or not lost.pid or lost.pid in self._dead_pids:
+            self._check_deadline(name, lost)
+            return
+        if self._clock.now_s() - lost.at_s >= LOST_GRACE_S:
+            self._end(name, lost.pid, EngineDead(f"{name} could not be reached and was ended: {lost.reason}"))
+
+    def _end(self, name: str, pid: int, error: RollmillError) -> None:
+        with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError, psutil.AccessDenied):
+            process = psutil.Process(pid)
+            if name not in process.cmdline():
+                # Another process has the number by now.
+                return
+            life = process.environ().get(LIFE_VARIABLE)
+            if life is not None:
+                record = record_of_error(name, error, at_wall_s=time.time())
+                write_record(self._layout.process_failure(name, life=life), record)
+            os.kill(pid, signal.SIGKILL)
+
+    def _check_deadline(self, name: str, lost: Lost | None) -> None:
+        # A wait for somebody to start it is the supervisor's, with its own deadline.
+        if lost is None or self._config.run.on_generator_loss != "restart":
+            return
+        if self._clock.now_s() - lost.at_s > REPLICA_DEADLINE_S:
+            raise DeadlineExceeded(
+                f"{name} was lost ({lost.reason}) and did not serve again within {REPLICA_DEADLINE_S:.0f} s of its "
+                f"restart; see {self._layout.log(name)}."
+            )
+
+    # joining
+
+    async def _take_in(self, name: str) -> None:
+        """Let a replica join whose address has appeared, unless it is a dead one's."""
+        try:
+            record = json.loads(self._layout.address(name).read_text())
+        except (FileNotFoundError, ValueError):
+            return
+        pid = int(record["pid"])
+        lost = self._lost.get(name)
+        if pid in self._dead_pids or (lost is not None and lost.pid == pid) or not psutil.pid_exists(pid):
+            return
+        client = GeneratorClient(record["address"])
+        try:
+            await self._admit(name, client, pid=pid)
+        finally:
+            if self.clients.get(name) is not client:
+                await client.close()
+
+    async def _admit(self, name: str, client: GeneratorClient, *, pid: int) -> None:
+        """Put a replica into rotation once it serves weights of this history."""
+        self.clients[name], self._pids[name] = client, pid
+        try:
+            status = await client.status()
+            version = self._version_to_load(status.policy_version)
+            if version is not None:
+                await client.load_weights(version, deadline_s=self._config.generator.load_deadline_s)
+                status = msgspec.structs.replace(status, policy_version=version)
+        except EngineDead as error:
+            self._leave(name, reason=str(error))
+            return
+        except Fault as fault:
+            self._condemn(name, fault)
+            return
+        controller = self._told()
+        # So that the core has heard of the version before it hears who serves it.
+        controller.look()
+        self._lost.pop(name, None)
+        self.replicas.join(name, client)
+        controller.inbox.put(
+            ReplicaJoined(
+                at_s=self._clock.now_s(),
+                replica_id=name,
+                slots=status.max_slots,
+                policy_version=status.policy_version,
+            )
+        )
+        self._reporter.event("replica_joined", replica_id=name, policy_version=status.policy_version)
+
+    def _version_to_load(self, served: int) -> int | None:
+        """Return the version that a replica must load before it joins; `None` if it may join with what it serves."""
+        if self.evaluating is not None and self.evaluating != served and self._can_be_had(self.evaluating):
+            return self.evaluating
+        if self._repository.manifest(served).history_id == self._history_id:
+            return None
+        newest = self._repository.latest()
+        return None if newest is None else newest.policy_version
+
+    def _can_be_had(self, policy_version: int) -> bool:
+        return policy_version in self._repository.available()
+
+    def _told(self) -> Controller:
+        if self._controller is None:
+            raise AssertionError("a replica joins or leaves only in a session")
+        return self._controller
