@@ -35,10 +35,12 @@ def run_trainer(context: ProcessContext) -> None:
     """
     # The generator process loads its own copy meanwhile; nothing here waits for it.
     from rollmill.trainer.loop import TrainerLoop
+    from rollmill.trainer.memory import keep_freed_memory
 
     config, layout, clock = context.config, context.layout, SystemClock()
     if config.run.deterministic:
         make_torch_deterministic()
+    keep_freed_memory()
     preflight = read_record(layout.preflight, Preflight)
     trainer, checkpoint = _load(context, preflight)
     stop = _StopFlag()

@@ -22,6 +22,8 @@ from rollmill.trainer.loop import OWNER, LoopResult, TrainerLoop
 from rollmill.trainer.step import Trainer, TrainerState
 from rollmill.types import Canary, Group, WeightManifest
 
+MOMENT = "exp_avg.model.embed_tokens.weight"
+
 
 class Inline(Executor):
     """Runs what is submitted at once, on the caller's thread."""
@@ -134,10 +136,13 @@ class Checkpoints:
 
     def __init__(self, clock: VirtualClock, log: list[str]) -> None:
         self.written: list[tuple[CommitPoint, TrainerState]] = []
+        self.refuse: Exception | None = None
         self._clock = clock
         self._log = log
 
     def write(self, state: TrainerState, *, commit: CommitPoint) -> None:
+        if self.refuse is not None:
+            raise self.refuse
         self._clock.advance(2.0)
         copied = TrainerState(
             model={name: t.clone() for name, t in state.model.items()},
@@ -224,7 +229,12 @@ class World:
             history_id=self.history_id,
             should_stop=lambda: self.stop,
             say=self.said.append,
-            **{"executor": Inline(), "canary_token_ids": np.arange(5, dtype=np.int32), **changed},
+            **{
+                "executor": Inline(),
+                "checkpoint_executor": Inline(),
+                "canary_token_ids": np.arange(5, dtype=np.int32),
+                **changed,
+            },
         )
 
     def run(self, **changed: Any) -> LoopResult:
@@ -643,3 +653,75 @@ def test_a_canary_that_cannot_be_scored_abandons_the_copy() -> None:
     with pytest.raises(RuntimeError, match="out of bounds"):
         loop.run()
     assert [copied.abandoned for copied in world.repository.copied] == [True]
+
+
+def test_the_next_step_is_trained_while_a_checkpoint_is_written_of_the_state_before() -> None:
+    world = World(changed={"trainer": {"checkpoint_every_steps": 1, "learning_rate": 1e-2}})
+    world.assign()
+    world.assign()
+    world.store.set_note("phase", "finishing")
+    training_noted(world)
+    world.run(checkpoint_executor=Later())
+    steps = [line for line in world.log if not line.startswith(("ring", "publish", "record"))]
+    assert steps == ["begin 1", "end 1", "begin 2", "end 2", "checkpoint 1", "checkpoint 2"]
+    for commit, state in world.checkpoints.written:
+        published = world.repository.weights[commit.policy_version]
+        assert state.state["optimizer_step"] == commit.optimizer_step
+        assert all(torch.equal(state.model[name], tensor) for name, tensor in published.items())
+    listed = [commit.trained_group_ids for commit, _ in world.checkpoints.written]
+    assert listed == [("b1-g0", "b1-g1"), ("b2-g0", "b2-g1")]
+    assert not torch.equal(*(state.optimizer[MOMENT] for _, state in world.checkpoints.written))
+
+
+def test_only_the_wait_for_a_checkpoint_under_way_is_the_trainers_time() -> None:
+    world = World(changed={"trainer": {"checkpoint_every_steps": 1}})
+    world.assign()
+    world.happenings = [world.phase("finishing")]
+    result = world.run(checkpoint_executor=Later())
+    assert [commit.optimizer_step for commit, _ in world.checkpoints.written] == [1]
+    # the copy takes no virtual time; the 2 s of writing are waited for at the end
+    assert result.seconds["checkpoint"] == 2.0
+    assert sum(result.seconds.values()) == pytest.approx(result.wall_s)
+
+
+def test_a_stop_waits_for_the_checkpoint_under_way_and_writes_no_second_one() -> None:
+    world = World(changed={"trainer": {"checkpoint_every_steps": 1}})
+    world.assign()
+    training_noted(world, during=lambda: setattr(world, "stop", True))
+    assert world.run(checkpoint_executor=Later()).reason is EndReason.STOPPED
+    assert [commit.optimizer_step for commit, _ in world.checkpoints.written] == [1]
+
+
+def test_a_checkpoint_that_fails_in_the_background_ends_the_run_before_another_batch_is_taken() -> None:
+    world, later = World(changed={"trainer": {"checkpoint_every_steps": 1}}), Later()
+    world.assign()
+
+    def fail() -> None:
+        world.checkpoints.refuse = WeightError("the disk is full")
+        later.submitted[-1].run()
+        world.assign()
+
+    world.happenings = [fail]
+    with pytest.raises(WeightError, match="the disk is full") as caught:
+        world.run(checkpoint_executor=later)
+    assert "checkpoint of optimizer step 1" in caught.value.__notes__[0]
+    assert world.trainer.optimizer_step == 1
+    assert world.store.leased_batches() == []
+    assert world.checkpoints.written == []
+
+
+def test_a_fault_in_a_step_still_finishes_the_checkpoint_under_way() -> None:
+    world = World(changed={"trainer": {"checkpoint_every_steps": 1}})
+    world.assign()
+    world.assign()
+    train_step = world.trainer.train_step
+
+    def diverged(*args: Any, **kwargs: Any) -> Any:
+        if world.trainer.optimizer_step == 1:
+            raise NumericalFault("NaN", rollout_ids=("x",))
+        return train_step(*args, **kwargs)
+
+    world.trainer.train_step = diverged  # type: ignore[method-assign]
+    with pytest.raises(NumericalFault):
+        world.run(checkpoint_executor=Later())
+    assert [commit.optimizer_step for commit, _ in world.checkpoints.written] == [1]
