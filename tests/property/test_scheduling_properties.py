@@ -172,6 +172,26 @@ class AnythingHappens(RuleBasedStateMachine):
     def a_replica_leaves(self) -> None:
         self.world.leave(next(iter(self.world.replicas)))
 
+    @precondition(lambda self: self.running and self.world.replicas)
+    @rule(then=st.sampled_from([ev.AfterLoss.AWAIT, ev.AfterLoss.DEGRADE]))
+    def a_replica_is_lost_and_comes_back_or_is_done_without(self, then: ev.AfterLoss) -> None:
+        self.world.leave(next(iter(self.world.replicas)), then=then)
+
+    @precondition(lambda self: self.running and self.world.core.view().awaited)
+    @rule()
+    def an_awaited_replica_comes_back(self) -> None:
+        self.world.join(self.world.core.view().awaited[0])
+
+    @rule(at_once=st.booleans())
+    def the_controller_is_lost_and_another_goes_on(self, at_once: bool) -> None:
+        replicas = dict(self.world.replicas)
+        self.world.restart_controller()
+        if self.world.ended is None:
+            for name, version in replicas.items() if at_once else ():
+                self.world.join(name, version=version)
+            if not self.world.replicas:
+                self.world.join("r0")
+
     @precondition(lambda self: self.running and len(self.world.replicas) < 3)
     @rule(name=st.integers(0, 99), behind=st.sampled_from([0, 0, 1, 3]))
     def a_replica_joins_perhaps_with_old_weights(self, name: int, behind: int) -> None:
@@ -219,6 +239,9 @@ class AnythingHappens(RuleBasedStateMachine):
         if not hasattr(self, "world"):
             return
         world = self.world
+        for name in world.core.view().awaited:
+            if world.ended is None:
+                world.join(name)
         if world.ended is None:
             # Left alone, the run must end: nothing may wait for ever.
             world.run(choose=random.Random(0).randrange, limit=3_000)

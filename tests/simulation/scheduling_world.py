@@ -249,10 +249,19 @@ class World:
         self.trace.append(("load", self.step_of_version[version]))
         return self.feed(ev.WeightsLoaded(at_s=self.now_s, replica_id=replica_id, policy_version=version))
 
-    def leave(self, replica_id: str, *, reason: str = "died") -> list[ins.AnyInstruction]:
+    def leave(
+        self, replica_id: str, *, reason: str = "died", then: ev.AfterLoss = ev.AfterLoss.FAIL
+    ) -> list[ins.AnyInstruction]:
         self.replicas.pop(replica_id)
         self.loads.pop(replica_id, None)
-        return self.feed(ev.ReplicaLeft(at_s=self.now_s, replica_id=replica_id, reason=reason))
+        return self.feed(ev.ReplicaLeft(at_s=self.now_s, replica_id=replica_id, reason=reason, then=then))
+
+    def restart_controller(self) -> list[ins.AnyInstruction]:
+        """Lose the controller and what it held; trainer and replicas live on, and the replicas are to join again."""
+        for lost in (self.flights, self.closings, self.loads, self.replicas):
+            lost.clear()
+        self.ended = None
+        return self.feed(ev.ControllerRestarted(at_s=self.now_s))
 
     # -- drivers -----------------------------------------------------------------------------------------------
 

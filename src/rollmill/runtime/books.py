@@ -175,7 +175,9 @@ def restarts_of(losses: Sequence[LossRecord], lives: Sequence[tuple[Life, Second
             if before.life in ends:
                 entry["down_s"] += max(0.0, after.spawned_at_s - before.spawned_at_s - before.wall_s)
                 entry["startup_s"] += report.seconds.get("startup", 0.0)
-        entry["lost_s"] = sum(report.seconds.get("lost", 0.0) for _, report in own)
+        if process != CONTROLLER:
+            # The controller does one thing and never limits: nothing of its time is worth an account.
+            entry["lost_s"] = sum(report.seconds.get("lost", 0.0) for _, report in own)
     return found
 
 

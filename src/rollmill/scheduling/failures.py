@@ -148,7 +148,7 @@ def on_replica_joined(state: State, event: ReplicaJoined) -> None:
         replica_id=event.replica_id, slots=event.slots, policy_version=event.policy_version
     )
     state.had_replica = True
-    state.awaited.discard(event.replica_id)
+    state.awaited.pop(event.replica_id, None)
     state.missing.discard(event.replica_id)
     refresh_replicas(state)
     if state.loaded_step is None or state.stopping or state.halted:
@@ -165,10 +165,10 @@ def on_replica_left(state: State, event: ReplicaLeft) -> None:
         if state.settings.deterministic:
             lose_wave(state, why=f"replica {event.replica_id} left: {event.reason}", limit=None)
     refresh_replicas(state)
-    state.awaited.discard(event.replica_id)
+    state.awaited.pop(event.replica_id, None)
     state.missing.discard(event.replica_id)
     if event.then is AfterLoss.AWAIT:
-        state.awaited.add(event.replica_id)
+        state.awaited[event.replica_id] = state.now_s
     elif event.then is AfterLoss.DEGRADE:
         state.missing.add(event.replica_id)
         _consider_end_of_producers(state)

@@ -67,7 +67,7 @@ class State:
         parked: member id -> (group, member) of those that wait for a replica.
         deadlines: heap of (time, order, kind, id); entries of the past are skipped when they surface.
         requeued: task indices to draw before new ones, because what held them was lost or stopped.
-        awaited: lost replicas that come back.
+        awaited: lost replicas that come back -> when each was lost.
         missing: lost replicas that the run goes on without.
         degraded_steps: optimizer steps trained while a replica was missing.
         producers_ended: nobody produces any more; what is buffered is trained, then the run finishes.
@@ -110,7 +110,7 @@ class State:
     stopping: bool = False
     halted: bool = False
     had_replica: bool = False
-    awaited: set[str] = field(default_factory=lambda: set[str]())
+    awaited: dict[str, float] = field(default_factory=lambda: dict[str, float]())
     missing: set[str] = field(default_factory=lambda: set[str]())
     degraded_steps: int = 0
     producers_ended: bool = False

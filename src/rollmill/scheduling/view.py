@@ -270,7 +270,16 @@ def _batch_waits(state: State, at_s: float) -> list[Wait]:
 
 
 def _replica_waits(state: State, at_s: float) -> list[Wait]:
-    return [
+    lost = [
+        Wait(
+            who=f"the run (replica {replica_id} was lost)",
+            waits_for="it to serve again",
+            since_s=since_s,
+            age_s=at_s - since_s,
+        )
+        for replica_id, since_s in sorted(state.awaited.items())
+    ]
+    return lost + [
         Wait(
             who=f"replica {replica.replica_id}",
             waits_for=f"policy version {replica.loading} to load (serves {replica.policy_version})",
