@@ -1,0 +1,132 @@
+"""A run killed at any durable operation, again and again, and inside its own recovery: nothing acknowledged is lost."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from property.crash_world import CrashWorld, Killed
+
+
+def survive(world: CrashWorld) -> None:
+    """Start again after a crash until a start succeeds; then the books must be right."""
+    world.crash()
+    world.go_on()
+    world.check_resumed()
+
+
+def play(world: CrashWorld, *, limit: int = 400) -> None:
+    """Let a run that nobody kills come to its end."""
+    for turn in range(limit):
+        if world.ended:
+            return
+        choices = world.turns()
+        choices[turn % len(choices)]()
+    raise AssertionError(f"the run hangs: {world.controller and world.controller.core.waits(0.0)}")
+
+
+class CommitPointMachine(RuleBasedStateMachine):
+    """Trainer and controller take turns in any order; a kill waits at some operation ahead."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.world: CrashWorld | None = None
+
+    @initialize(max_staleness=st.integers(0, 2), checkpoint_every=st.integers(1, 2))
+    def a_run_begins(self, max_staleness, checkpoint_every):
+        self.world = CrashWorld(max_staleness=max_staleness, checkpoint_every=checkpoint_every)
+        self.world.killer.__enter__()
+
+    @property
+    def run(self) -> CrashWorld:
+        assert self.world is not None
+        return self.world
+
+    @rule(after=st.integers(1, 60), torn=st.sampled_from([0.0, 0.3, 0.99, 1.0]))
+    def a_kill_waits_ahead(self, after, torn):
+        self.run.killer.arm(after, torn=torn)
+
+    @rule(order=st.lists(st.integers(0, 1_000), min_size=1, max_size=12))
+    def they_take_turns(self, order):
+        try:
+            for choice in order:
+                if self.run.ended:
+                    return
+                turns = self.run.turns()
+                turns[choice % len(turns)]()
+        except Killed:
+            survive(self.run)
+
+    @rule(after=st.integers(1, 40), torn=st.sampled_from([0.0, 0.5]))
+    def killed_while_it_recovers(self, after, torn):
+        self.run.crash()
+        self.run.killer.arm(after, torn=torn)
+        try:
+            self.run.go_on()
+        except Killed:
+            self.run.killer.disarm()
+            self.run.go_on()
+        self.run.killer.disarm()
+        self.run.check_resumed()
+
+    @precondition(lambda self: self.world is not None and self.world.trainer.committed)
+    @rule()
+    def the_newest_checkpoint_rots_and_the_machine_goes_down(self):
+        if self.run.rot():
+            survive(self.run)
+
+    @invariant()
+    def the_books_agree(self):
+        if self.world is not None and not self.world.doubtful:
+            self.world.check_books()
+
+    def teardown(self):
+        if self.world is None:
+            return
+        try:
+            self.world.killer.disarm()
+            play(self.world)
+            self.world.check_end()
+        finally:
+            self.world.killer.__exit__()
+            self.world.close()
+
+
+TestCommitPointMachine = CommitPointMachine.TestCase
+TestCommitPointMachine.settings = settings(
+    max_examples=8, stateful_step_count=8, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+
+
+def end_after(number: int) -> int:
+    """Kill a run at its durable operation `number`, let it end, check it; return how many operations it had."""
+    world = CrashWorld()
+    with world.killer:
+        try:
+            world.killer.arm(number, torn=(number % 4) / 3)
+            play(world)
+        except Killed:
+            survive(world)
+            play(world)
+        operations = world.killer.operations
+        world.check_end()
+        world.close()
+    return operations
+
+
+NEVER = 1_000_000
+
+
+@pytest.mark.parametrize("share", [0.02, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9])
+def test_killed_anywhere_in_its_life_the_run_ends_with_each_task_trained_once(share: float) -> None:
+    end_after(int(share * end_after(NEVER)))
+
+
+@pytest.mark.slow
+def test_killed_at_every_single_operation_the_run_ends_with_each_task_trained_once() -> None:
+    operations = end_after(NEVER)
+    assert operations > 100
+    for number in range(1, operations + 1):
+        end_after(number)
