@@ -1,27 +1,47 @@
 """How a replica gets new weights: pull, verify, pause, swap, prove, resume.
 
-Pulling and verifying happen while the old version is served; only the swap and its proof need a pause. Decides what a
-failure means: nothing changed, then the old version goes on; something changed, then the replica is dirty.
+    phase                     the engine serves      a failure means
+    pull and verify           the old version        nothing happened
+    drain, swap, prove        nothing (paused)       nothing changed: the old version goes on
+                                                     partly changed: back to the old version if that can be proven,
+                                                     dirty otherwise
+                                                     another version than was published: dirty
+    resume                    the new version        -
+
+Decides what a failure means; what proves a version is in `rollmill.generator.proof`.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-import numpy as np
+import msgspec
 
 from rollmill.clock import Clock
 from rollmill.errors import DeadlineExceeded, EngineDead, EngineError, RollmillError, WeightMismatch
 from rollmill.generator.engines.protocol import Engine, KvPolicy, UpdateReport
+from rollmill.generator.proof import check_canary, check_digest
 from rollmill.generator.state import ReplicaState, Standing, move, refusal
 from rollmill.generator.wire import LoadReport
-from rollmill.types import Canary, WeightManifest
+from rollmill.types import WeightManifest
 from rollmill.weights.protocol import ModelRepository
 
 if TYPE_CHECKING:
     import torch
+
+
+class _Swap(msgspec.Struct, frozen=True, kw_only=True):
+    """What happened while the engine was paused."""
+
+    update: UpdateReport
+    canary_difference: float | None
+    drain_s: float
+    swap_s: float
+    prove_s: float
+    resume_s: float
 
 
 class Replica:
@@ -54,6 +74,7 @@ class Replica:
         self._clock = clock
         self._loading = asyncio.Lock()
         self._held: int | None = None
+        self._proven: WeightManifest | None = None
 
     async def start(self) -> None:
         """Hold and prove the version that the engine was built with, then serve.
@@ -73,8 +94,10 @@ class Replica:
         """Serve another version.
 
         Raises:
-            EngineError: if the replica takes no weights any more, or the swap failed half way (dirty then).
-            WeightMismatch: if a digest or the canary disagrees; the latter leaves the replica dirty.
+            EngineError: if the replica takes no weights any more, or the swap failed half way: the old version was
+                loaded again and proven, and is served, or the replica is dirty; the message says which.
+            WeightMismatch: if a digest or the canary disagrees. In the published tensors: nothing happened. In the
+                engine: dirty.
             WeightError: if the version is unknown or its tensors do not fit; the old version is served.
             DeadlineExceeded: if the load took too long; dirty if the swap had begun.
 
@@ -111,7 +134,7 @@ class Replica:
             manifest = await asyncio.to_thread(self._repository.manifest, policy_version)
             tensors = await asyncio.to_thread(self._repository.load, policy_version)
             pulled_s = self._clock.now_s()
-            report, difference = await self._swap(manifest, tensors)
+            swap = await self._swap(manifest, tensors)
         except BaseException:
             served = self.engine.info().policy_version
             await self._hold_only(served, and_not=policy_version)
@@ -120,45 +143,102 @@ class Replica:
         return LoadReport(
             policy_version=policy_version,
             digest=manifest.digest,
-            nbytes=report.nbytes,
+            nbytes=swap.update.nbytes,
             pull_s=pulled_s - started_s,
-            pause_s=self._clock.now_s() - pulled_s,
-            changed=report.changed,
-            canary_difference=difference,
+            pause_s=swap.drain_s + swap.swap_s + swap.prove_s + swap.resume_s,
+            changed=swap.update.changed,
+            canary_difference=swap.canary_difference,
+            drain_s=swap.drain_s,
+            swap_s=swap.swap_s,
+            prove_s=swap.prove_s,
+            resume_s=swap.resume_s,
         )
 
-    async def _swap(
-        self, manifest: WeightManifest, tensors: Mapping[str, torch.Tensor]
-    ) -> tuple[UpdateReport, float | None]:
-        version, before = manifest.policy_version, self.engine.info().policy_version
+    async def _swap(self, manifest: WeightManifest, tensors: Mapping[str, torch.Tensor]) -> _Swap:
+        before = self.engine.info().policy_version
+        at_s = [self._clock.now_s()]
         touched = False
         try:
             await self.engine.pause("keep")
+            at_s.append(self._clock.now_s())
             touched = True
-            report = await self.engine.update(
-                tensors, policy_version=version, digest=manifest.digest, kv=self._kv_policy
-            )
+            update = await self._update(manifest, tensors)
+            at_s.append(self._clock.now_s())
             difference = await self._prove(manifest)
+            at_s.append(self._clock.now_s())
         except BaseException as error:
             if isinstance(error, RollmillError):  # it ran to its end: the engine itself says whether it was changed
-                touched = not self.engine.healthy() or self.engine.info().policy_version != before
-            await self._after_failure(version, error=error, touched=touched)
+                touched = not self._is_as_before(before) or isinstance(error, WeightMismatch)
+            await self._after_failure(manifest.policy_version, before=before, error=error, touched=touched)
             raise
-        self.standing = move(self.standing, ReplicaState.SERVING, proven=True)
+        self._take_rank(ReplicaState.SERVING, proven=True)
         await self.engine.resume()
-        return report, difference
+        at_s.append(self._clock.now_s())
+        drain_s, swap_s, prove_s, resume_s = (later - earlier for earlier, later in itertools.pairwise(at_s))
+        return _Swap(
+            update=update,
+            canary_difference=difference,
+            drain_s=drain_s,
+            swap_s=swap_s,
+            prove_s=prove_s,
+            resume_s=resume_s,
+        )
 
-    async def _after_failure(self, version: int, *, error: BaseException, touched: bool) -> None:
+    async def _update(self, manifest: WeightManifest, tensors: Mapping[str, torch.Tensor]) -> UpdateReport:
+        report = await self.engine.update(
+            tensors, policy_version=manifest.policy_version, digest=manifest.digest, kv=self._kv_policy
+        )
+        check_digest(manifest, info=self.engine.info(), report=report)
+        return report
+
+    def _is_as_before(self, version: int) -> bool:
+        return self.engine.healthy() and self.engine.info().policy_version == version
+
+    async def _after_failure(self, version: int, *, before: int, error: BaseException, touched: bool) -> None:
         if isinstance(error, EngineDead):
             self.take_note(error)
             return
-        if not touched and self.standing.state is ReplicaState.SERVING:
+        # Draining: what runs is still being finished under the old version.
+        was_sound = self.standing.state in (ReplicaState.SERVING, ReplicaState.DRAINING)
+        if not touched and was_sound:
             await self.engine.resume()
             return
         why = str(error) if isinstance(error, RollmillError) else f"its load was cut short ({type(error).__name__})"
-        self.standing = move(self.standing, ReplicaState.DIRTY, reason=f"policy version {version}: {why}")
+        self._take_rank(ReplicaState.DIRTY, reason=f"policy version {version}: {why}")
+        half_done = isinstance(error, RollmillError) and not isinstance(error, WeightMismatch)
+        if was_sound and half_done and self.engine.info().policy_version == before:
+            not_back = await self._roll_back(before)
+            if not_back is None:
+                raise EngineError(
+                    f"policy version {version} was not loaded: {why}. Version {before} was loaded again and proven, "
+                    "and goes on being served; requests that ran then were ended with what they had"
+                ) from error
+            self.standing = msgspec.structs.replace(
+                self.standing, reason=f"{self.standing.reason}. The way back to version {before} failed too: {not_back}"
+            )
         # It stays paused: what was sampled so far is sound and goes back to the callers, nothing more is sampled.
         await self.engine.pause("abort")
+
+    def _take_rank(self, to: ReplicaState, *, reason: str = "", proven: bool = False) -> None:
+        """Move, unless the replica was asked to drain or died meanwhile: there is no way back from those."""
+        if self.standing.state not in (ReplicaState.DRAINING, ReplicaState.DEAD):
+            self.standing = move(self.standing, to, reason=reason, proven=proven)
+
+    async def _roll_back(self, version: int) -> str | None:
+        """Load and prove the version that was served before a swap that failed half way; return why that failed.
+
+        Its tensors are still held. The replica is dirty meanwhile, whatever interrupts this.
+        """
+        try:
+            manifest = await asyncio.to_thread(self._repository.manifest, version)
+            tensors = await asyncio.to_thread(self._repository.load, version)
+            await self._update(manifest, tensors)
+            await self._prove(manifest)
+        except RollmillError as error:
+            return str(error)
+        self._take_rank(ReplicaState.SERVING, proven=True)
+        await self.engine.resume()
+        return None
 
     def take_note(self, error: RollmillError) -> None:
         """Leave the rotation if this error of a call says that the engine is gone, or serves nothing any more."""
@@ -169,18 +249,11 @@ class Replica:
 
     async def _prove(self, manifest: WeightManifest) -> float | None:
         """Return the largest difference on the canary, or `None` if there is nothing to compare."""
-        canary = manifest.canary
-        if canary is None or "canary" not in self.engine.info().capabilities:
-            return None
-        difference = canary_difference(canary, scored=await self.engine.score(canary.token_ids))
-        if not difference <= canary.tolerance:
-            raise WeightMismatch(
-                f"policy version {manifest.policy_version}: the engine's log-probs on the canary differ from the "
-                f"trainer's by {difference:.3g} nats, tolerance {canary.tolerance:g}. The weights being served are not "
-                "the weights that were published, or the precisions differ; see weights.canary_tolerance",
-                published=manifest.digest,
-                served=self.engine.info().digest,
-            )
+        difference = None
+        if manifest.canary is not None and "canary" in self.engine.info().capabilities:
+            scored = await self.engine.score(manifest.canary.token_ids)
+            difference = check_canary(manifest, scored=scored, info=self.engine.info(), before=self._proven)
+        self._proven = manifest
         return difference
 
     async def _hold_only(self, policy_version: int, *, and_not: int | None = None) -> None:
@@ -195,8 +268,3 @@ class Replica:
         if self._held is not None:
             await asyncio.to_thread(self._repository.release, self._held, owner=self._owner)
             self._held = None
-
-
-def canary_difference(canary: Canary, *, scored: np.ndarray) -> float:
-    """Return the largest absolute difference per token, NaN if any is not a number."""
-    return float(np.max(np.abs(canary.logprobs.astype(np.float64) - scored.astype(np.float64))))

@@ -35,7 +35,11 @@ class LoadReport(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         pull_s: reading and verifying, while the old version was being served.
-        pause_s: no token was produced.
+        pause_s: no token was produced; the sum of the four parts.
+        drain_s: until the engine had ended its step and stood still.
+        swap_s: new weights in place, and KV recomputed where that is configured.
+        prove_s: digest and canary.
+        resume_s: until the engine went on.
         changed: false if the version was served already.
         canary_difference: largest difference to the trainer on the canary; `None` if it was not compared.
     """
@@ -47,6 +51,10 @@ class LoadReport(msgspec.Struct, frozen=True, kw_only=True):
     pause_s: float
     changed: bool
     canary_difference: float | None
+    drain_s: float = 0.0
+    swap_s: float = 0.0
+    prove_s: float = 0.0
+    resume_s: float = 0.0
 
 
 class ReplicaStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -177,6 +185,10 @@ def report_to_message(report: LoadReport) -> pb.LoadWeightsReply:
         pause_s=report.pause_s,
         changed=report.changed,
         canary_difference=-1.0 if report.canary_difference is None else report.canary_difference,
+        drain_s=report.drain_s,
+        swap_s=report.swap_s,
+        prove_s=report.prove_s,
+        resume_s=report.resume_s,
     )
 
 
@@ -190,6 +202,10 @@ def report_from_message(message: pb.LoadWeightsReply) -> LoadReport:
         pause_s=message.pause_s,
         changed=message.changed,
         canary_difference=None if message.canary_difference < 0 else message.canary_difference,
+        drain_s=message.drain_s,
+        swap_s=message.swap_s,
+        prove_s=message.prove_s,
+        resume_s=message.resume_s,
     )
 
 

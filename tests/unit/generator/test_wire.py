@@ -71,6 +71,10 @@ def test_a_load_report_says_whether_a_canary_was_compared(difference):
         pause_s=0.25,
         changed=True,
         canary_difference=difference,
+        drain_s=0.03,
+        swap_s=0.15,
+        prove_s=0.05,
+        resume_s=0.02,
     )
     assert wire.report_from_message(over_the_wire(wire.report_to_message(report))) == report
 

@@ -13,7 +13,7 @@ import contextlib
 import itertools
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -54,12 +54,17 @@ class FakeFaults:
         hang_requests: these requests (numbers from 1) produce nothing until aborted.
         refuse_updates: these policy versions are refused, nothing changed.
         spoil_updates: these policy versions fail half way and leave the engine dirty.
+        fail_buckets: policy version -> bucket (from 1) at which its update fails; from the second on, weights have been
+            changed and the engine is dirty.
+        ignore_updates: these policy versions are said to be loaded, but the engine keeps what it has.
     """
 
     die_at_request: int | None = None
     hang_requests: frozenset[int] = frozenset()
     refuse_updates: frozenset[int] = frozenset()
     spoil_updates: frozenset[int] = frozenset()
+    fail_buckets: Mapping[int, int] = field(default_factory=dict)
+    ignore_updates: frozenset[int] = frozenset()
 
 
 def _keep_no_result(result: Turn | Exception) -> None:
@@ -88,6 +93,7 @@ class FakeEngine:
     Args:
         clock: stamps; the loop's own time drives latency and deadlines.
         vocabulary_size: ids below this are sampled.
+        update_buckets: parts in which weights arrive.
         script: returns the tokens a request shall get, or `None` for sampled ones. The log-probs of scripted tokens are
             the policy's under temperature 1.
     """
@@ -103,6 +109,7 @@ class FakeEngine:
         digest: str = "fake-1",
         latency: FakeLatency | None = None,
         faults: FakeFaults | None = None,
+        update_buckets: int = 1,
         script: Script | None = None,
     ) -> None:
         self._clock = clock
@@ -112,6 +119,7 @@ class FakeEngine:
         self._policy_version, self._digest = policy_version, digest
         self._latency = FakeLatency() if latency is None else latency
         self._faults = FakeFaults() if faults is None else faults
+        self._update_buckets = update_buckets
         self._script = script
         self._live: dict[str, _Live] = {}
         self._arrived = 0
@@ -218,6 +226,10 @@ class FakeEngine:
             self._dirty_reason = f"told to spoil the load of policy version {policy_version}"
             self._end_all()
             raise EngineError(self._dirty_reason)
+        for bucket in range(1, self._update_buckets + 1):
+            self._take_bucket(bucket, policy_version=policy_version)
+        if policy_version in self._faults.ignore_updates:
+            return UpdateReport(policy_version=policy_version, nbytes=0, pause_s=0.0, changed=False)
         self._policy_version, self._digest, self._dirty_reason = policy_version, digest, None
         return UpdateReport(
             policy_version=policy_version,
@@ -225,6 +237,16 @@ class FakeEngine:
             pause_s=0.0,
             changed=True,
         )
+
+    def _take_bucket(self, bucket: int, *, policy_version: int) -> None:
+        if self._faults.fail_buckets.get(policy_version) != bucket:
+            return
+        why = f"told to fail bucket {bucket} of {self._update_buckets} of policy version {policy_version}"
+        if bucket == 1:
+            raise WeightError(f"{why}; nothing was changed")
+        self._dirty_reason = why
+        self._end_all()
+        raise EngineError(why)
 
     async def resume(self) -> None:
         """Produce tokens again; idempotent."""
