@@ -3,8 +3,8 @@
 Decides which problems are training and which are held out (by content, see `split`) and which one a draw gets (see
 `order`). Weights decide the composition of the pool. Within an epoch a problem comes as often as it was drawn, so that
 weights hold; with `draws = "distinct"` it comes once, and a family with few distinct problems ends up with a smaller
-share than its weight, as `composition()` says. It does not generate (`gym_pool`) and does not score (`score_pool`) by
-itself.
+share than its weight, as `composition()` says. It does not generate (`gym_pool`, kept by `cache`) and does not score
+(`score_pool`) by itself.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from collections.abc import Sequence
 import msgspec
 
 from rollmill.config.schema import EnvironmentSettings
-from rollmill.environments.gym_pool import Mix, generate_in_child, plan_mixes
+from rollmill.environments.cache import TaskCache, cached_pool
+from rollmill.environments.gym_pool import Mix, plan_mixes
 from rollmill.environments.order import EpochOrder
 from rollmill.environments.protocol import Observation
 from rollmill.environments.score_pool import ScorePool, ScoreStatistics
@@ -169,9 +170,16 @@ class ReasoningGymEnvironment:
 
 
 def load_reasoning_gym(
-    settings: EnvironmentSettings, *, run_seed: int, system_prompt: str | None = None
+    settings: EnvironmentSettings,
+    *,
+    run_seed: int,
+    system_prompt: str | None = None,
+    cache: TaskCache | None = None,
 ) -> ReasoningGymEnvironment:
-    """Return the environment that the settings describe; takes seconds, most of them for the package's import.
+    """Return the environment that the settings describe; takes seconds the first time, when the pool is generated.
+
+    Args:
+        cache: where the pool is kept; the user's own if `None`.
 
     Raises:
         ConfigError: if a family, an option or the scorer does not exist.
@@ -180,7 +188,7 @@ def load_reasoning_gym(
     """
     check_scorer_name(settings.scorer)
     mixes = plan_mixes(settings.tasks, pool_size=settings.pool_size)
-    problems = generate_in_child(mixes)
+    problems = cached_pool(mixes, cache=cache or TaskCache())
     return ReasoningGymEnvironment(
         problems, mixes=mixes, settings=settings, run_seed=run_seed, system_prompt=system_prompt
     )

@@ -6,9 +6,11 @@ token ids from text that was sampled; whether a later prompt extends what was sa
 
 from __future__ import annotations
 
+import hashlib
+import importlib.metadata
 import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -16,12 +18,13 @@ import numpy as np
 
 from rollmill.environments.protocol import Environment
 from rollmill.errors import DataError, MissingExtraError, ModelError
-from rollmill.types import Message
+from rollmill.types import Message, Task
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _PROBE = "rollmill"
+_TOKENIZER_SUFFIXES = (".json", ".jinja", ".txt", ".model")
 
 
 class MessageRenderer(Protocol):
@@ -94,6 +97,14 @@ class Renderer:
         decoded = self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=True)
         return decoded if isinstance(decoded, str) else "".join(decoded)
 
+    def identity(self) -> str:
+        """Return a digest of everything that decides how messages become ids: the model's files and the library."""
+        digest = hashlib.sha256(f"{importlib.metadata.version('transformers')}".encode())
+        for file in sorted(self._path.iterdir()):
+            if file.suffix in _TOKENIZER_SUFFIXES and file.is_file():
+                digest.update(f"\x1e{file.name}\x1f".encode() + file.read_bytes())
+        return digest.hexdigest()
+
     def extends(self, prefix_ids: np.ndarray, ids: np.ndarray) -> bool:
         """Return whether `ids` begins with exactly `prefix_ids`; if not, the next turn is a new segment."""
         return extends(prefix_ids, ids)
@@ -111,6 +122,20 @@ def extends(prefix_ids: np.ndarray, ids: np.ndarray) -> bool:
     return len(ids) >= len(prefix_ids) and bool(np.array_equal(ids[: len(prefix_ids)], prefix_ids))
 
 
+def prompts_key(environment: Environment, *, identity: str) -> str:
+    """Return a digest of all distinct prompts and of what turns them into tokens; costs a tenth of rendering them.
+
+    Args:
+        identity: of the renderer.
+    """
+    digest = hashlib.sha256(identity.encode())
+    for task in _distinct_tasks(environment):
+        for message in environment.reset(task).messages:
+            digest.update(f"\x1e{message.role}\x1f{message.content}".encode())
+        digest.update(b"\x1d")
+    return f"longest prompt {digest.hexdigest()}"
+
+
 def check_lengths(
     environment: Environment, renderer: MessageRenderer, *, max_model_len: int, max_new_tokens: int
 ) -> int:
@@ -125,10 +150,8 @@ def check_lengths(
     Raises:
         DataError: naming the task and both numbers.
     """
-    training = (environment.task_at(index) for index in range(environment.training_size()))
     longest, room = 0, max_model_len - max_new_tokens
-    distinct = {task.task_id: task for task in itertools.chain(environment.heldout(), training)}
-    for task in distinct.values():
+    for task in _distinct_tasks(environment):
         length = len(renderer.render(environment.reset(task).messages))
         if length > room:
             shorter = (
@@ -141,6 +164,11 @@ def check_lengths(
             )
         longest = max(longest, length)
     return longest
+
+
+def _distinct_tasks(environment: Environment) -> Iterable[Task]:
+    training = (environment.task_at(index) for index in range(environment.training_size()))
+    return {task.task_id: task for task in itertools.chain(environment.heldout(), training)}.values()
 
 
 def _load_tokenizer(path: Path) -> PreTrainedTokenizerBase:

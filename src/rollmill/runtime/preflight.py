@@ -9,14 +9,18 @@ import json
 import os
 import subprocess
 import sys
+from typing import Protocol
 
 from rollmill.config.schema import RollmillConfig
+from rollmill.environments.cache import TaskCache
 from rollmill.environments.load import load_environment
 from rollmill.environments.protocol import Environment
-from rollmill.environments.rendering import Renderer, check_lengths
+from rollmill.environments.rendering import MessageRenderer, Renderer, check_lengths, prompts_key
 from rollmill.errors import ModelError
 from rollmill.runtime.incarnation import Preflight
 from rollmill.runtime.threads import process_environment
+from rollmill.weights.lean_import import without_collection
+from rollmill.weights.prepare import find_ready
 
 PREPARE_DEADLINE_S = 600.0
 
@@ -30,16 +34,12 @@ def check_first(config: RollmillConfig) -> tuple[Environment, Renderer, Prefligh
         ConfigError: if a task family, an option or the scorer does not exist.
     """
     model_path = prepare_model(config.model.source)
-    renderer = Renderer(model_path)
+    with without_collection():
+        renderer = Renderer(model_path)
     environment = load_environment(
         config.environment, run_seed=config.run.seed, system_prompt=config.model.system_prompt
     )
-    longest = check_lengths(
-        environment,
-        renderer,
-        max_model_len=config.generator.max_model_len,
-        max_new_tokens=config.sampling.max_new_tokens,
-    )
+    longest = longest_prompt(config, environment=environment, renderer=renderer, cache=TaskCache())
     preflight = Preflight(
         model_path=model_path,
         data_identity=environment.identity(),
@@ -50,12 +50,47 @@ def check_first(config: RollmillConfig) -> tuple[Environment, Renderer, Prefligh
     return environment, renderer, preflight
 
 
+class IdentifiedRenderer(MessageRenderer, Protocol):
+    """A renderer that says what its results depend on."""
+
+    def identity(self) -> str:
+        """Return a digest of everything that decides how messages become ids."""
+        ...
+
+
+def longest_prompt(
+    config: RollmillConfig, *, environment: Environment, renderer: IdentifiedRenderer, cache: TaskCache
+) -> int:
+    """Return the longest prompt in tokens, measured once per data set and tokenizer.
+
+    Raises:
+        DataError: if a prompt leaves no room for a full reply.
+    """
+    room = config.generator.max_model_len - config.sampling.max_new_tokens
+    key = prompts_key(environment, identity=renderer.identity())
+    known = cache.get(key)
+    # One that is too long is measured again, to say which.
+    if known is not None and int(known) <= room:
+        return int(known)
+    longest = check_lengths(
+        environment,
+        renderer,
+        max_model_len=config.generator.max_model_len,
+        max_new_tokens=config.sampling.max_new_tokens,
+    )
+    cache.put(key, str(longest).encode())
+    return longest
+
+
 def prepare_model(source: str) -> str:
-    """Return the prepared model's directory; the work is done in a process of its own, because it needs torch.
+    """Return the prepared model's directory; what is not ready is prepared in a process of its own, which needs torch.
 
     Raises:
         ModelError: with the words of the preparation.
     """
+    ready = find_ready(source)
+    if ready is not None:
+        return str(ready)
     command = [sys.executable, "-m", "rollmill.cli", "model", "prepare", source, "--json"]
     environment = process_environment(threads=1)
     if "HF_HUB_OFFLINE" not in os.environ:

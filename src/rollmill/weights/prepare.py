@@ -85,6 +85,20 @@ def find_prepared(source: str | Path, *, cache_dir: str | Path | None = None) ->
     return Path(source).resolve() if Path(source).is_dir() else None
 
 
+def find_ready(source: str | Path, *, cache_dir: str | Path | None = None) -> Path | None:
+    """Return the directory of a source if it is ready and can be trained as it is; `None` if it must be prepared.
+
+    Needs no torch. What this package prepared was checked then.
+
+    Raises:
+        ModelError: if it is a directory that lacks something, in words.
+    """
+    path = find_prepared(source, cache_dir=cache_dir)
+    if path is not None and _read_sidecar(path) is None:
+        check_directory(path)
+    return path
+
+
 def _from_catalog(entry: CatalogEntry, *, cache_dir: Path) -> PreparedModel:
     target = cache_dir / entry.cache_folder_name
     if not _is_ready(target):
