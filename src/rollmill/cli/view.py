@@ -42,6 +42,7 @@ class TrainView:
         self._directory = directory
         self._metrics = Tail(directory.metrics)
         self._events = Tail(directory.events)
+        self._losses = Tail(directory.losses)
         # JSON lines go to stderr, so that stdout holds the one document of the summary.
         stream = sys.stderr if as_json else sys.stdout
         self._view = LiveView(mode=choose_mode(json_lines=as_json, stream=stream), stream=stream)
@@ -58,6 +59,8 @@ class TrainView:
 
     def refresh(self) -> None:
         """Show what is new."""
+        for loss in self._losses.new():
+            self._view.message(str(loss["message"]), event="process_lost")
         for event in self._events.new():
             text = sentence_of(event)
             if text:
@@ -92,5 +95,13 @@ def sentence_of(event: dict[str, Any]) -> str:
             )
         case "alarm":
             return str(event["message"])
+        case "replica_joined":
+            return f"{event['replica_id']} serves policy version {event['policy_version']}"
+        case "gone_back":
+            return f"the run went back to optimizer step {event['optimizer_step']}; the trainer is started again"
+        case "controller_restarted":
+            return "a new controller goes on where the journal ends"
+        case "evaluation_skipped":
+            return f"no evaluation: {event['reason']}"
         case _:
             return ""

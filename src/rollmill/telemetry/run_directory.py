@@ -120,8 +120,8 @@ class RunDirectory:
     two runs never write into one.
 
     Attributes:
-        root: the folder; `config_toml`, `identity_json`, `events`, `metrics`, `rollouts`, `store`, `checkpoints`,
-            `weights`, `logs`, `processes`, `live`, `failure` and `summary` are paths inside it.
+        root: the folder; `config_toml`, `identity_json`, `events`, `metrics`, `losses`, `rollouts`, `store`,
+            `checkpoints`, `weights`, `logs`, `processes`, `live`, `failure` and `summary` are paths inside it.
     """
 
     def __init__(self, root: str | Path) -> None:
@@ -130,6 +130,7 @@ class RunDirectory:
         self.identity_json = self.root / "config.json"
         self.events = self.root / "events.jsonl"
         self.metrics = self.root / "metrics.jsonl"
+        self.losses = self.root / "losses.jsonl"
         self.rollouts = self.root / "rollouts.jsonl"
         self.store = self.root / "store.sqlite"
         self.checkpoints = self.root / "checkpoints"
