@@ -8,6 +8,7 @@ from collections.abc import Sequence as Ids
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig
@@ -16,6 +17,7 @@ from rollmill.clock import Clock, SystemClock, VirtualClock
 from rollmill.errors import WeightError, WeightMismatch
 from rollmill.generator.engines.embedded.core import EngineCore
 from rollmill.generator.engines.embedded.engine import EmbeddedEngine
+from rollmill.generator.engines.embedded.linears import KernelChoice
 from rollmill.generator.engines.embedded.model import ServedModel
 from rollmill.generator.engines.meter import SecondsMeter
 from rollmill.generator.engines.protocol import KvPolicy
@@ -84,11 +86,23 @@ class SteppedEngine:
     """The embedded engine's core on a virtual clock, moved by hand, with the turns it delivered."""
 
     def __init__(
-        self, folder: Path, model: Any, *, max_slots: int = 8, prefill_tokens: int = 512, dtype: str = "float32"
+        self,
+        folder: Path,
+        model: Any,
+        *,
+        max_slots: int = 8,
+        prefill_tokens: int = 512,
+        dtype: str = "float32",
+        kernels: KernelChoice = "auto",
     ):
         self.clock = VirtualClock()
         self.meter = SecondsMeter(self.clock, cause="startup")
-        served = ServedModel(save_config(folder, model.config), dtype=getattr(torch, dtype), tensors=tensors_of(model))
+        served = ServedModel(
+            save_config(folder, model.config),
+            dtype=getattr(torch, dtype),
+            tensors=tensors_of(model),
+            kernels=kernels,
+        )
         self.core = EngineCore(
             served,
             policy_version=1,
@@ -226,6 +240,15 @@ class MemoryRepository:
             canary=canary_for(model) if canary is None else canary,
             at_s=0.0,
         ).policy_version
+
+    def republish(self, policy_version: int) -> int:
+        """Publish an old version again under a new number: equal weights, equal digest."""
+        version = max(self._manifests) + 1
+        self._manifests[version] = msgspec.structs.replace(
+            self._manifests[policy_version], policy_version=version, parent=policy_version
+        )
+        self._tensors[version] = self._tensors[policy_version]
+        return version
 
     def damage(self, policy_version: int) -> None:
         """Change one number after the publication."""
