@@ -355,9 +355,9 @@ def _cause(run: Run, victim: str, outcome: str) -> str:
         return "segment " + json.loads(segments[-1].read_text())["ended"] if segments else "no segment yet"
     if outcome == "restarted":
         records = lines(run.directory / "losses.jsonl")
-        assert records, f"{victim} was restarted and losses.jsonl does not say why it had to be"
-        assert records[-1]["process"] == victim
-        return str(records[-1].get("message", records[-1]))
+        told = [record["message"] for record in records if record["process"] == victim]
+        assert told, f"{victim} was restarted and losses.jsonl does not say why it had to be"
+        return str(told[-1])
     if not run.layout.failure.exists():
         # It was killed after its last word: the run ended well all the same.
         assert run.status() == 0, f"{victim} was killed and failure.json does not say so: {run.tail()}"
