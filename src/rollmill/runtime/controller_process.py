@@ -98,7 +98,7 @@ class _Run:
                 loop.add_signal_handler(signal.SIGTERM, self.stopping.set)
                 self._rung = asyncio.Event()
                 loop.add_reader(bell.fileno(), self._on_bell, bell)
-                # Before trainer and generator start, so that a broken scorer is the first thing reported.
+                # Before trainer and generator go on, so that a broken scorer is the first thing reported.
                 await environment.start()
                 self._announce(preflight)
                 while not await self._session(store, repository, preflight):
@@ -116,7 +116,8 @@ class _Run:
         self.directory.check_data(preflight.data_identity)
         write_record(self.layout.preflight, preflight)
         self.reporter.event("preflight", **msgspec.to_builtins(preflight))
-        ring(self.layout.run_directory, SUPERVISOR)
+        for name in (SUPERVISOR, TRAINER, *self.watch.names):
+            ring(self.layout.run_directory, name)
 
     def _settings(self, preflight: Preflight) -> SchedulerSettings:
         return scheduler_settings(self.config, training_size=preflight.training_size)

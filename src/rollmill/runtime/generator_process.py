@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import os
 import signal
 from typing import TYPE_CHECKING
@@ -12,11 +13,12 @@ import msgspec
 from rollmill.buffer.doorbell import Doorbell
 from rollmill.clock import SystemClock
 from rollmill.errors import WeightError
-from rollmill.runtime.incarnation import Incarnation, Preflight, ProcessSeconds, read_record, write_record
+from rollmill.runtime.incarnation import Incarnation, ProcessSeconds, read_record, write_record
 from rollmill.runtime.process import ProcessContext
 from rollmill.runtime.threads import make_torch_deterministic
-from rollmill.runtime.waiting import wait_until
+from rollmill.runtime.waiting import wait_for_preflight, wait_until
 from rollmill.types import WeightManifest
+from rollmill.weights.lean_import import import_transformers, without_collection
 from rollmill.weights.repository import LocalModelRepository
 
 if TYPE_CHECKING:
@@ -35,13 +37,18 @@ def run_generator(context: ProcessContext) -> None:
     Raises:
         DeadlineExceeded: if the trainer publishes no first weights.
     """
-    # Torch and transformers load while the trainer, which publishes first, loads too.
-    from rollmill.generator.main import build_engine, serve
-
     config, layout, clock = context.config, context.layout, SystemClock()
+    # All imports happen while the controller looks at model and data, and the trainer, which publishes first, imports.
+    with without_collection():
+        if config.generator.engine == "embedded":
+            import_transformers()
+            importlib.import_module("rollmill.generator.engines.embedded.engine")
+        from rollmill.generator.main import build_engine, serve
+
     if config.run.deterministic:
         make_torch_deterministic()
-    preflight = read_record(layout.preflight, Preflight)
+    with Doorbell.bind(layout.run_directory, context.name) as bell:
+        preflight = wait_for_preflight(layout, wait=bell.wait, clock=clock)
     repository = LocalModelRepository(
         layout.weights, transport=config.weights.transport, keep_versions=config.weights.keep_versions
     )

@@ -114,7 +114,7 @@ class Supervisor:
             self._doorbell = doorbell
             self._selector.register(doorbell.fileno(), selectors.EVENT_READ, self._on_bell)
             self._selector.register(signals.fileno(), selectors.EVENT_READ, signals.drain)
-            self._spawn(CONTROLLER)
+            self._spawn_all()
             try:
                 while self._somebody_runs() or (self._phase is Phase.RUNNING and self._due_s):
                     for key, _ in self._selector.select(timeout=0.25):
@@ -141,7 +141,7 @@ class Supervisor:
     def _on_bell(self) -> None:
         self._doorbell.drain()
         if self._phase is Phase.PREFLIGHT and self._layout.preflight.exists():
-            self._start_workers()
+            self._phase = Phase.RUNNING
         self._start_due()
 
     def _on_signal(self) -> None:
@@ -352,8 +352,9 @@ class Supervisor:
     def _trainer_runs(self) -> bool:
         return TRAINER in self._children and self._children[TRAINER].runs
 
-    def _start_workers(self) -> None:
-        self._phase = Phase.RUNNING
+    def _spawn_all(self) -> None:
+        """Start everything at once: trainer and replicas import meanwhile, and wait for the preflight themselves."""
+        self._spawn(CONTROLLER)
         self._spawn(TRAINER)
         for index in range(self._config.generator.replicas):
             self._spawn(replica_name(index))

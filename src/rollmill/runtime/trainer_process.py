@@ -14,11 +14,13 @@ from rollmill.buffer.doorbell import Doorbell, ring
 from rollmill.buffer.protocol import CommitPoint
 from rollmill.buffer.sqlite import SqliteStore
 from rollmill.clock import SystemClock
-from rollmill.runtime.incarnation import Preflight, ProcessSeconds, read_record, write_record
+from rollmill.runtime.incarnation import Preflight, ProcessSeconds, write_record
 from rollmill.runtime.layout import CONTROLLER, replica_name
 from rollmill.runtime.process import ProcessContext
 from rollmill.runtime.threads import make_torch_deterministic
+from rollmill.runtime.waiting import wait_for_preflight
 from rollmill.weights.checkpoint import Checkpoint, model_files, read_checkpoint, write_checkpoint
+from rollmill.weights.lean_import import import_transformers, without_collection
 from rollmill.weights.repository import LocalModelRepository
 
 if TYPE_CHECKING:
@@ -33,19 +35,21 @@ def run_trainer(context: ProcessContext) -> None:
     Raises:
         Fault: what ended the training; the checkpoint before it stays.
     """
-    # The generator process loads its own copy meanwhile; nothing here waits for it.
-    from rollmill.trainer.loop import TrainerLoop
-    from rollmill.trainer.memory import keep_freed_memory
+    # While the controller looks at model and data.
+    with without_collection():
+        import_transformers()
+        from rollmill.trainer.loop import TrainerLoop
+        from rollmill.trainer.memory import keep_freed_memory
 
     config, layout, clock = context.config, context.layout, SystemClock()
     if config.run.deterministic:
         make_torch_deterministic()
     keep_freed_memory()
-    preflight = read_record(layout.preflight, Preflight)
-    trainer, checkpoint = _load(context, preflight)
-    stop = _StopFlag()
-    store = SqliteStore(layout.store)
     with Doorbell.bind(layout.run_directory, context.name) as bell:
+        preflight = wait_for_preflight(layout, wait=bell.wait, clock=clock)
+        trainer, checkpoint = _load(context, preflight)
+        stop = _StopFlag()
+        store = SqliteStore(layout.store)
         loop = TrainerLoop(
             config=config,
             trainer=trainer,

@@ -6,6 +6,24 @@ from collections.abc import Callable
 
 from rollmill.clock import Clock
 from rollmill.errors import DeadlineExceeded
+from rollmill.runtime.incarnation import Preflight, read_record
+from rollmill.runtime.layout import ProcessLayout
+
+PREFLIGHT_WAIT_S = 960.0
+"""Longer than the supervisor's deadline for the preflight, which says what is wrong."""
+
+
+def wait_for_preflight(layout: ProcessLayout, *, wait: Callable[[float], bool], clock: Clock) -> Preflight:
+    """Return what the controller found, once it has found it; if it finds a mistake, this process is ended.
+
+    Args:
+        wait: of a doorbell that was bound before this call.
+
+    Raises:
+        DeadlineExceeded: after PREFLIGHT_WAIT_S.
+    """
+    wait_until(layout.preflight.exists, wait=wait, clock=clock, deadline_s=PREFLIGHT_WAIT_S, what="the preflight")
+    return read_record(layout.preflight, Preflight)
 
 
 def wait_until(
