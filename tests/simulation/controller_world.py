@@ -103,7 +103,12 @@ class World:
     Args:
         faults: one entry per replica.
         step_s: virtual seconds of one optimizer step.
+
+    Attributes:
+        token_s: virtual seconds of one decoding step.
     """
+
+    token_s = 0.05
 
     def __init__(
         self,
@@ -131,20 +136,7 @@ class World:
     async def run(self, *, meanwhile: Callable[[World], Any] | None = None) -> str:
         settings = scheduler_settings(self.config, training_size=self.environment.training_size())
         first = self.repository.publish(optimizer_step=0, at_s=0.0)
-        self.controller = Controller(
-            config=self.config,
-            scheduler=Scheduler(settings),
-            store=self.store,
-            repository=self.repository,  # type: ignore[arg-type]
-            clock=self.clock,
-            run_rollout=self._rollout,
-            load_replica=self._load,
-            ring_trainer=lambda: None,
-            reporter=self.reports,
-            stored_groups=set(),
-            run_blocking=_inline,
-        )
-        controller = self.controller
+        controller = self.new_controller(Scheduler(settings))
         controller.know_version(1, optimizer_step=0)
         controller.inbox.put(
             RunStarted(at_s=0.0, history_id="h001", optimizer_step=0, policy_version=1, settings=settings)
@@ -161,18 +153,45 @@ class World:
                 other.cancel()
         return reason
 
-    def _join(self, name: str, faults: FakeFaults, *, digest: str) -> None:
+    def new_controller(
+        self, scheduler: Scheduler, *, stored_groups: set[str] | None = None, last_step_row: int = 0
+    ) -> Controller:
+        """Make the controller of a session and keep it as `controller`."""
+        self.controller = Controller(
+            config=self.config,
+            scheduler=scheduler,
+            store=self.store,
+            repository=self.repository,  # type: ignore[arg-type]
+            clock=self.clock,
+            run_rollout=self._rollout,
+            load_replica=self._load,
+            ring_trainer=lambda: None,
+            reporter=self.reports,
+            stored_groups=stored_groups or set(),
+            last_step_row=last_step_row,
+            run_blocking=_inline,
+        )
+        return self.controller
+
+    def ring(self) -> None:
+        """The trainer's doorbell; nobody may listen."""
+        self.controller.look()
+
+    def _join(self, name: str, faults: FakeFaults, *, digest: str, policy_version: int = 1) -> None:
         engine = FakeEngine(
             clock=self.clock,
             vocabulary_size=self.tokenizer.vocabulary_size,
             max_slots=8,
-            latency=FakeLatency(step_s=0.05),
+            latency=FakeLatency(step_s=self.token_s),
             faults=faults,
             digest=digest,
+            policy_version=policy_version,
         )
         self.engines[name] = engine
         self.replicas.join(name, engine)
-        self.controller.inbox.put(ReplicaJoined(at_s=0.0, replica_id=name, slots=8, policy_version=1))
+        self.controller.inbox.put(
+            ReplicaJoined(at_s=self.clock.now_s(), replica_id=name, slots=8, policy_version=policy_version)
+        )
 
     async def _rollout(self, start: StartRollout) -> Rollout:
         sampling = self.config.sampling
@@ -214,7 +233,7 @@ class World:
             if batch is None:
                 await asyncio.sleep(0.25)
                 continue
-            self.controller.look()
+            self.ring()
             await asyncio.sleep(self._step_s)
             step += 1
             manifest = self.repository.publish(optimizer_step=step, at_s=self.clock.now_s())
@@ -231,7 +250,7 @@ class World:
                 ),
                 owner="trainer",
             )
-            self.controller.look()
+            self.ring()
 
 
 async def _inline(function: Callable[[Any], int], argument: Any) -> int:
