@@ -38,6 +38,12 @@ GROUP = 2
 BATCH = 2
 
 
+def scratch_folder() -> Path:
+    """Return a new folder, in memory where there is such a place: what a kill leaves does not depend on the disk."""
+    memory = "/dev/shm" if Path("/dev/shm").is_dir() else None
+    return Path(tempfile.mkdtemp(prefix="crash-", dir=memory))
+
+
 class Killed(BaseException):
     """SIGKILL: nothing catches it, nothing is tidied up after it."""
 
@@ -57,6 +63,7 @@ class Killer:
         self.where = ""
         self._left: int | None = None
         self._torn = 1.0
+        self._at = ""
         self._dead = False
         self._real = {name: getattr(os, name) for name in self.CALLS}
 
@@ -73,18 +80,21 @@ class Killer:
         """End the process at the operation number `after` from now; a file written there keeps this share."""
         self._left, self._torn = after, torn
 
+    def arm_at(self, where: str) -> None:
+        """End the process at the next moment of this name."""
+        self._at = where
+
     def disarm(self) -> None:
-        self._left, self._dead = None, False
+        self._left, self._at, self._dead = None, "", False
 
     def point(self, where: str) -> None:
         """One moment at which the process may end."""
         if self._dead:
             raise Killed(where)
         self.operations += 1
-        if self._left is None:
-            return
-        self._left -= 1
-        if self._left <= 0:
+        if self._left is not None:
+            self._left -= 1
+        if where == self._at or (self._left is not None and self._left <= 0):
             self._dead, self.where = True, where
             raise Killed(where)
 
@@ -351,9 +361,7 @@ class CrashWorld:
     """
 
     def __init__(self, *, max_staleness: int = 1, checkpoint_every: int = 2) -> None:
-        # In memory where there is such a place: what a kill leaves does not depend on the disk.
-        memory = "/dev/shm" if Path("/dev/shm").is_dir() else None
-        self.root = Path(tempfile.mkdtemp(prefix="crash-", dir=memory))
+        self.root = scratch_folder()
         self.layout = ProcessLayout(self.root)
         self.layout.processes.mkdir()
         (self.layout.weights / "manifests").mkdir(parents=True)
