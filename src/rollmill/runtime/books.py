@@ -138,9 +138,11 @@ def _of_book(life: Life, book: ProcessSeconds | None) -> SecondsReport:
     own_wall_s = book.closed_at_s - book.spawned_at_s
     own = SecondsReport(owner=life.process, wall_s=own_wall_s, seconds=book.seconds)
     own.validate()
-    rest_s = life.wall_s - own_wall_s
+    # A supervisor that was killed measured it for the last time a few seconds before.
+    wall_s = max(life.wall_s, own_wall_s)
+    rest_s = wall_s - own_wall_s
     cause = "teardown" if book.closed and rest_s <= TEARDOWN_LIMIT_S else "lost"
-    return SecondsReport(owner=life.process, wall_s=life.wall_s, seconds={**book.seconds, cause: rest_s})
+    return SecondsReport(owner=life.process, wall_s=wall_s, seconds={**book.seconds, cause: rest_s})
 
 
 def _of_steps(life: Life, steps: Sequence[StepRecord]) -> SecondsReport:
@@ -150,8 +152,9 @@ def _of_steps(life: Life, steps: Sequence[StepRecord]) -> SecondsReport:
         if record.history_id == history_of(life.incarnation):
             for cause, spent in record.seconds.items():
                 seconds[cause] = seconds.get(cause, 0.0) + spent
-    seconds["lost"] = life.wall_s - sum(seconds.values())
-    return SecondsReport(owner=life.process, wall_s=life.wall_s, seconds=seconds)
+    wall_s = max(life.wall_s, sum(seconds.values()))
+    seconds["lost"] = wall_s - sum(seconds.values())
+    return SecondsReport(owner=life.process, wall_s=wall_s, seconds=seconds)
 
 
 def restarts_of(losses: Sequence[LossRecord], lives: Sequence[tuple[Life, SecondsReport]]) -> dict[str, dict[str, Any]]:

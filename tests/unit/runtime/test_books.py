@@ -139,3 +139,27 @@ def test_restarts_tell_how_often_why_and_what_they_cost() -> None:
     assert entry["startup_s"] == 6.0
     assert entry["lost_s"] == 3.0
     assert all("SIGKILL" in cause for cause in entry["causes"])
+
+
+def test_what_a_process_wrote_after_the_last_measure_of_a_killed_supervisor_counts(tmp_path: Path) -> None:
+    """The supervisor measures every few seconds: at 7 s for the last time here, the replica's book goes to 9."""
+    seconds = {"startup": 2.0, "train": 7.0}
+    report = process_seconds(layout_with(tmp_path, book(seconds, wall_s=9.0)), [segment(1, trainer=7.0)], steps=[])
+    assert report["trainer"].seconds == {**seconds, "teardown": 0.0}
+    assert report["trainer"].wall_s == 9.0
+
+
+def test_steps_recorded_after_the_last_measure_of_a_killed_supervisor_count(tmp_path: Path) -> None:
+    record = StepRecord(
+        batch_id=0,
+        history_id="h001",
+        optimizer_step=1,
+        policy_version=2,
+        group_ids=(),
+        finished_at_s=109.0,
+        seconds={"startup": 2.0, "train": 7.0},
+        metrics={},
+    )
+    report = process_seconds(layout_with(tmp_path), [segment(1, trainer=7.0)], steps=[record])["trainer"]
+    assert report.seconds == {"startup": 2.0, "train": 7.0, "lost": 0.0}
+    assert report.wall_s == 9.0
