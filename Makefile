@@ -29,7 +29,7 @@ export TOKENIZERS_PARALLELISM := false
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
 
-# Set-up, in three layers: what a run needs, what the tests need, what the documentation needs.
+# Set-up, in layers: what a run needs, then what the tests, the documentation and the benchmarks need on top.
 
 $(VENV)/.python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
@@ -49,6 +49,10 @@ $(VENV)/.run: $(VENV)/.python pyproject.toml constraints.txt
 
 $(VENV)/.dev: $(VENV)/.run
 	@$(PIP_INSTALL) -c constraints.txt -e '.[torch,reasoning-gym,dev]'
+	@touch $@
+
+$(VENV)/.bench: $(VENV)/.run
+	@$(PIP_INSTALL) -c constraints.txt -e '.[torch,reasoning-gym,bench]'
 	@touch $@
 
 $(VENV)/.docs: $(VENV)/.dev
@@ -83,8 +87,12 @@ types: $(VENV)/.dev ## Check types
 docs: $(VENV)/.docs ## Build the documentation into site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
-bench: $(VENV)/.run ## Measure the main job on three seeds; writes benchmarks/main_job/result.json
-	$(BIN)/python benchmarks/main_job/run.py $(ARGS)
+# Every folder of benchmarks/ that has a run.py, one after the other: they must not run beside each other.
+BENCH ?= $(sort $(patsubst benchmarks/%/run.py,%,$(wildcard benchmarks/*/run.py)))
+
+bench: $(VENV)/.bench ## Run all benchmarks in turn (hours); one of them: make bench BENCH=main_job
+	@set -e; for name in $(BENCH); do \
+	  echo "== benchmarks/$$name"; $(BIN)/python benchmarks/$$name/run.py $(ARGS); done
 
 proto: $(VENV)/.dev ## Generate the code of the gRPC service from its .proto
 	$(BIN)/python -m grpc_tools.protoc -I src --python_out=src --pyi_out=src --grpc_python_out=src \
