@@ -44,6 +44,7 @@ def make_torch_deterministic() -> None:
     """Have torch refuse or replace operations whose result is not a function of their inputs alone."""
     import torch
 
-    torch.use_deterministic_algorithms(True)
+    # Not torch.use_deterministic_algorithms, which also imports the compiler; see rollmill.weights.lean_import.
+    torch.set_deterministic_debug_mode("error")
     # That would also fill every new tensor with NaN, against reads of what was never written: none is read here.
     torch.utils.deterministic.fill_uninitialized_memory = False
