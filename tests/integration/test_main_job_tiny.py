@@ -241,9 +241,22 @@ def test_a_run_directory_in_use_is_refused_with_the_next_action(tmp_path: Path) 
     assert "--resume" in err
 
 
-def test_a_missing_model_is_refused_before_trainer_and_generator_start(tmp_path: Path) -> None:
-    config = str(write_config(tmp_path, steps=1))
-    status, _, err = finish(rollmill("train", config, "--set", "model.source=no-such-model"))
+@pytest.mark.parametrize(
+    ("setting", "word"),
+    [
+        ("model.source=no-such-model", "no-such-model"),
+        ("environment.scorer=rollmill.testing.scorers:missing", "rollmill.testing.scorers:missing"),
+    ],
+)
+def test_a_mistake_is_the_one_thing_reported_though_all_processes_start_at_once(
+    tmp_path: Path, setting: str, word: str
+) -> None:
+    status, _, err = finish(rollmill("train", str(write_config(tmp_path, steps=1)), "--set", setting))
     assert status == 2
-    assert "no-such-model" in err
-    assert not (tmp_path / "runs" / "tiny" / "logs" / "trainer.log").exists()
+    assert word in err
+    run = tmp_path / "runs" / "tiny"
+    assert json.loads((run / "failure.json").read_text())["process"] == "controller"
+    assert not (run / "processes" / "preflight.json").exists()
+    assert not list((run / "weights").glob("manifests/*.json"))
+    assert processes_of(run) == []
+    assert [(run / "logs" / f"{name}.log").read_text() for name in ("trainer", "generator-0")] == ["", ""]

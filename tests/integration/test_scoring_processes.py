@@ -17,7 +17,7 @@ from rollmill.environments import load_environment
 from rollmill.environments.gym_pool import generate_in_child, plan_mixes
 from rollmill.environments.score_pool import ScorePool
 from rollmill.environments.scoring import ScorerSpec
-from rollmill.errors import ConfigError, DataError, ScoringFault
+from rollmill.errors import ConfigError, DataError
 from rollmill.types import Scored, Unscored
 
 pytestmark = pytest.mark.integration
@@ -92,7 +92,7 @@ async def test_what_a_hung_scorer_started_is_killed_with_it(scorers: str, tmp_pa
 async def test_a_scorer_that_cannot_be_imported_stops_the_start_with_the_reason() -> None:
     pool = ScorePool(ScorerSpec(name="no_such_module:score"), size=1, deadline_s=1.0)
     try:
-        with pytest.raises(ScoringFault, match="importing 'no_such_module' failed"):
+        with pytest.raises(ConfigError, match="importing 'no_such_module' failed"):
             await pool.start()
     finally:
         await pool.close()

@@ -62,7 +62,7 @@ class Environment(Protocol):
         """Start the scoring processes ahead of the first score. Optional for callers: `score` starts what is missing.
 
         Raises:
-            ScoringFault: if the scorer cannot be built.
+            ConfigError: if the scorer cannot be built.
         """
         ...
 

@@ -118,7 +118,7 @@ class ReasoningGymEnvironment:
         """Start the scoring processes.
 
         Raises:
-            ScoringFault: if the scorer cannot be built.
+            ConfigError: if the scorer cannot be built.
         """
         await self._pool.start()
 

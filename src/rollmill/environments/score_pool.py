@@ -19,9 +19,9 @@ from typing import Any
 
 import msgspec
 
-from rollmill.environments.score_process import Judge, ScoreProcess
+from rollmill.environments.score_process import Judge, ScoreProcess, ScorerRefused
 from rollmill.environments.scoring import ScorerSpec, verdict
-from rollmill.errors import ScoringFault
+from rollmill.errors import ConfigError, ScoringFault
 from rollmill.types import Outcome, Scored, Unscored
 
 START_DEADLINE_S = 60.0
@@ -130,7 +130,8 @@ class ScorePool:
         """Start all processes and wait until each has built its scorer. Optional: `score` starts what is missing.
 
         Raises:
-            ScoringFault: kind `died`, if the scorer cannot be built.
+            ConfigError: if the scorer cannot be built.
+            ScoringFault: kind `died`, if a process ended or did not get ready.
         """
         for slot in self._slots:
             self._fill(slot)
@@ -139,7 +140,10 @@ class ScorePool:
                 for slot in self._slots:
                     group.create_task(self._ready(slot))
         except* ScoringFault as faults:
-            raise faults.exceptions[0] from None
+            first = faults.exceptions[0]
+            if isinstance(first, ScorerRefused):
+                raise ConfigError(f"environment.scorer: {first}") from None
+            raise first from None
 
     async def score(self, text: str, *, reference: dict[str, Any]) -> Outcome:
         """Return the verdict on a reply: `Scored`, or `Unscored` with `reward_failed(...)` or `bad_value`.

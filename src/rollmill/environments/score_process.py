@@ -26,6 +26,10 @@ _OUTPUT_KEPT_BYTES = 64 * 1024
 _REAP_LIMIT_S = 5.0
 
 
+class ScorerRefused(ScoringFault):
+    """The scorer cannot be built: it is not there, or raised at once."""
+
+
 class Judge(Protocol):
     """One slot's scorer, as the pool sees it."""
 
@@ -33,7 +37,8 @@ class Judge(Protocol):
         """Return when the scorer is built.
 
         Raises:
-            ScoringFault: kind `died`, if it cannot be built or the process ended.
+            ScorerRefused: if it cannot be built.
+            ScoringFault: kind `died`, if the process ended.
         """
         ...
 
@@ -116,7 +121,7 @@ class ScoreProcess:
             return
         reply = await self._exchange(frame(self._spec))
         if reply.kind != "ready":
-            raise ScoringFault(f"the scorer {self._spec.name!r} cannot be built: {reply.text}", kind="died")
+            raise ScorerRefused(f"the scorer {self._spec.name!r} cannot be built: {reply.text}", kind="died")
         self._is_ready = True
 
     async def ask(self, text: str, *, reference: dict[str, Any]) -> float | None:

@@ -10,8 +10,9 @@ import pytest
 
 from rollmill.clock import VirtualClock
 from rollmill.environments.score_pool import ScorePool
+from rollmill.environments.score_process import ScorerRefused
 from rollmill.environments.scoring import ScorerSpec
-from rollmill.errors import ScoringFault
+from rollmill.errors import ConfigError, ScoringFault
 from rollmill.testing import run_virtual
 from rollmill.types import Outcome, Scored, Unscored
 
@@ -29,7 +30,7 @@ class FakeJudge:
     async def ready(self) -> None:
         await asyncio.sleep(self._start_s)
         if self._refuses:
-            raise ScoringFault("no such module", kind="died")
+            raise ScorerRefused("no such module", kind="died")
 
     async def ask(self, text: str, *, reference: dict[str, Any]) -> float | None:
         assert not self.killed
@@ -169,9 +170,9 @@ def test_a_process_that_never_gets_ready_ends_its_job_at_the_start_deadline() ->
     assert "not ready within 60 s" in pool.statistics().last_fault
 
 
-def test_start_raises_what_keeps_the_scorer_from_being_built() -> None:
+def test_start_raises_what_keeps_the_scorer_from_being_built_as_the_users_to_fix() -> None:
     pool = make_pool(Workshop(lambda: FakeJudge(refuses=True)))
-    with pytest.raises(ScoringFault, match="no such module"):
+    with pytest.raises(ConfigError, match=r"environment\.scorer: no such module"):
         run_virtual(pool.start())
 
 
