@@ -28,6 +28,7 @@ from rollmill.weights.files import (
     read_sealed_json,
     sha256_of_file,
     write_sealed_json,
+    writing,
 )
 from rollmill.weights.tensorfile import load_tensors, verify_file, whole_digest, write_tensors
 
@@ -113,35 +114,50 @@ def write_checkpoint(
         WeightError: if the space is full or tensors share memory; older checkpoints stay as they are.
     """
     root = Path(root)
-    root.mkdir(parents=True, exist_ok=True)
-    _remove_leftovers(root)
     path = root / f"step-{optimizer_step:06d}"
     partial = path.with_name(path.name + PARTIAL_SUFFIX)
-    partial.mkdir()
-    try:
-        model = write_tensors(partial / MODEL_FILE, model_tensors, durable=True)
-        optimizer = (
-            write_tensors(partial / OPTIMIZER_FILE, optimizer_tensors, durable=True) if optimizer_tensors else {}
-        )
-        record = _Record(
-            format_version=FORMAT_VERSION,
-            optimizer_step=optimizer_step,
-            commit=dict(commit),
-            trainer_state=dict(trainer_state),
-            model=model,
-            optimizer=optimizer,
-            files=_copy_files(extra_files, partial),
-        )
-        write_sealed_json(partial / RECORD_FILE, msgspec.to_builtins(record))
-        fsync_directory(partial)
-        _replace(partial, path)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
-    set_aside_newer(root, than=optimizer_step)
-    for old in _found(root)[: -max(keep, 1)]:
-        shutil.rmtree(old)
+    record = _Record(
+        format_version=FORMAT_VERSION,
+        optimizer_step=optimizer_step,
+        commit=dict(commit),
+        trainer_state=dict(trainer_state),
+        model={},
+        optimizer={},
+        files={},
+    )
+    with writing(f"checkpoint {path.name}", into=root, kept="The checkpoints before it are whole."):
+        root.mkdir(parents=True, exist_ok=True)
+        _remove_leftovers(root)
+        partial.mkdir()
+        try:
+            _fill(partial, record, model=model_tensors, optimizer=optimizer_tensors, extra_files=extra_files)
+            _replace(partial, path)
+        except BaseException:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
+        set_aside_newer(root, than=optimizer_step)
+        for old in _found(root)[: -max(keep, 1)]:
+            shutil.rmtree(old)
     return path
+
+
+def _fill(
+    partial: Path,
+    record: _Record,
+    *,
+    model: Mapping[str, torch.Tensor],
+    optimizer: Mapping[str, torch.Tensor],
+    extra_files: Iterable[str | Path],
+) -> None:
+    """Write all files of a checkpoint; the record, with the digests of the others, last."""
+    record = msgspec.structs.replace(
+        record,
+        model=write_tensors(partial / MODEL_FILE, model, durable=True),
+        optimizer=write_tensors(partial / OPTIMIZER_FILE, optimizer, durable=True) if optimizer else {},
+        files=_copy_files(extra_files, partial),
+    )
+    write_sealed_json(partial / RECORD_FILE, msgspec.to_builtins(record))
+    fsync_directory(partial)
 
 
 def set_aside_newer(root: str | Path, *, than: int | None) -> tuple[Path, ...]:

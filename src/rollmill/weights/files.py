@@ -6,6 +6,7 @@ Decides nothing; used by the model repository and by checkpoints. No torch.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import json
@@ -18,6 +19,30 @@ from typing import Any
 from rollmill.errors import WeightError
 
 PARTIAL_SUFFIX = ".partial"
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+@contextlib.contextmanager
+def writing(what: str, *, into: Path, kept: str) -> Iterator[None]:
+    """Raise what the operating system says of a write in words, with the free bytes.
+
+    Args:
+        what: is written.
+        into: folder on the disk in question.
+        kept: what is still whole, as a sentence.
+
+    Raises:
+        WeightError: for any `OSError` of the block.
+    """
+    try:
+        yield
+    except OSError as error:
+        free = shutil.disk_usage(next(place for place in (into, *into.parents) if place.exists())).free
+        why = "the disk is full" if error.errno in _FULL else "the disk refuses"
+        raise WeightError(
+            f"{what} cannot be written to {into}: {why} ({error.strerror or error}; {free} bytes free). {kept} "
+            "Free some space or check the disk, then resume."
+        ) from error
 
 
 def fsync_directory(directory: Path) -> None:
@@ -39,18 +64,23 @@ def fsync_file(path: Path) -> None:
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Write a file so that a crash leaves the old one or the new one, never a part."""
+    """Write a file so that a crash leaves the old one or the new one, never a part.
+
+    Raises:
+        WeightError: if the disk is full or refuses.
+    """
     partial = path.with_name(path.name + PARTIAL_SUFFIX)
-    try:
-        with partial.open("wb") as handle:
-            handle.write(data)
-            handle.flush()
-            os.fsync(handle.fileno())
-        partial.rename(path)
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise
-    fsync_directory(path.parent)
+    with writing(path.name, into=path.parent, kept="What was there before is whole."):
+        try:
+            with partial.open("wb") as handle:
+                handle.write(data)
+                handle.flush()
+                os.fsync(handle.fileno())
+            partial.rename(path)
+        except BaseException:
+            partial.unlink(missing_ok=True)
+            raise
+        fsync_directory(path.parent)
 
 
 def write_sealed_json(path: Path, content: dict[str, Any]) -> None:
