@@ -25,6 +25,7 @@ from rollmill.generator.engines.embedded.attention import (
     SlotPool,
     causal_mask,
 )
+from rollmill.generator.engines.embedded.linears import Destination, KernelChoice, choose_kernels, destinations
 
 _PROBE_TOLERANCE = {torch.float32: 2e-3, torch.bfloat16: 0.5}
 _SOFTCAPS = ("attn_logit_softcapping", "final_logit_softcapping")
@@ -77,20 +78,30 @@ class ServedModel:
         path: local Hugging Face directory; only its configuration is read.
         dtype: serving precision.
         tensors: the first weights; checked like every later set.
+        kernels: whether compiled kernels compute the linear layers: `auto`, `native` or `torch`.
 
     Raises:
-        ModelError: if the architecture cannot be served or the probe disagrees.
+        ModelError: if the architecture cannot be served, the probe disagrees, or `native` cannot be had.
         WeightError: if the tensors do not fit the configuration.
     """
 
-    def __init__(self, path: str | Path, *, dtype: torch.dtype, tensors: Mapping[str, torch.Tensor]) -> None:
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        dtype: torch.dtype,
+        tensors: Mapping[str, torch.Tensor],
+        kernels: KernelChoice = "auto",
+    ) -> None:
         config = read_config(path)
         check_architecture(config)
         self.dtype = dtype
         self.name = str(path)
         self.model_type = str(config.model_type)
         self._model = _build(config, dtype=dtype)
-        self._names = _parameter_names(self._model)
+        compiled = choose_kernels(kernels, dtype=dtype)
+        self.native_kernels = compiled is not None
+        self._destinations = destinations(self._model, kernels=compiled)
         text = config.get_text_config()
         self.layers = int(text.num_hidden_layers)
         self.kv_heads = int(getattr(text, "num_key_value_heads", None) or text.num_attention_heads)
@@ -113,8 +124,8 @@ class ServedModel:
             dtype=self.dtype,
         )
 
-    def check(self, tensors: Mapping[str, torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return (parameter, new value) for every parameter, having copied nothing.
+    def check(self, tensors: Mapping[str, torch.Tensor]) -> list[tuple[Destination, torch.Tensor]]:
+        """Return (destination, new value) for every parameter, having copied nothing.
 
         A tied tensor may come under any of its names.
 
@@ -122,20 +133,20 @@ class ServedModel:
             WeightError: if a name, a shape or a kind of number does not fit.
         """
         pairs, seen, wrong = [], set(), []
-        for names, parameter in self._names:
+        for names, destination in self._destinations:
             given = [name for name in names if name in tensors]
             seen.update(given)
             if not given:
                 wrong.append(f"{names[0]} is missing")
                 continue
             value = tensors[given[0]]
-            if value.shape != parameter.shape:
-                wrong.append(f"{given[0]} has shape {tuple(value.shape)} instead of {tuple(parameter.shape)}")
+            if value.shape != destination.shape:
+                wrong.append(f"{given[0]} has shape {tuple(value.shape)} instead of {tuple(destination.shape)}")
             elif not value.is_floating_point():
                 wrong.append(f"{given[0]} has dtype {value.dtype}, which is not floating point")
             elif any(not torch.equal(tensors[name], value) for name in given[1:]):
                 wrong.append(f"{' and '.join(given)} are tied in this model but differ")
-            pairs.append((parameter, value))
+            pairs.append((destination, value))
         wrong += [f"{name} is not part of the model" for name in tensors if name not in seen]
         if wrong:
             more = f" and {len(wrong) - 5} more" if len(wrong) > 5 else ""
@@ -146,13 +157,11 @@ class ServedModel:
         return pairs
 
     @torch.inference_mode()
-    def copy(self, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> int:
-        """Copy checked values into the parameters, cast to the serving precision; return the bytes written."""
-        written = 0
-        for parameter, value in pairs:
-            parameter.copy_(value)
-            written += parameter.numel() * parameter.element_size()
-        return written
+    def copy(self, pairs: list[tuple[Destination, torch.Tensor]]) -> int:
+        """Write checked values where they go, cast to the serving precision; return the bytes of the new weights."""
+        for destination, value in pairs:
+            destination.write(value)
+        return sum(value.numel() for _, value in pairs) * self.dtype.itemsize
 
     @torch.inference_mode()
     def forward(
@@ -242,13 +251,3 @@ def _build(config: PreTrainedConfig, *, dtype: torch.dtype) -> Any:
         ) from error
     model.tie_weights()  # skipped along with the initialisation
     return model.eval().requires_grad_(False)
-
-
-def _parameter_names(model: torch.nn.Module) -> list[tuple[tuple[str, ...], torch.Tensor]]:
-    """Return all names of each distinct parameter: a tied head has two."""
-    names: dict[int, list[str]] = {}
-    parameters: dict[int, torch.Tensor] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-        parameters[id(parameter)] = parameter
-    return [(tuple(names[key]), parameters[key]) for key in names]

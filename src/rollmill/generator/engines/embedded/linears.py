@@ -1,0 +1,123 @@
+"""Linear layers over weights that are packed once per load, instead of at every product.
+
+The modules stay those of transformers: only the product inside `torch.nn.Linear` is replaced. Their plain weights are
+not kept, except where another module reads them too (a tied embedding).
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Literal
+
+import torch
+from torch import nn
+
+from rollmill.generator.engines.embedded.native import Kernels, KernelsUnavailable, load_kernels
+
+KernelChoice = Literal["auto", "native", "torch"]
+
+_log = logging.getLogger(__name__)
+
+
+def choose_kernels(choice: KernelChoice, *, dtype: torch.dtype) -> Kernels | None:
+    """Return the compiled kernels, or `None` if torch computes the products.
+
+    Args:
+        choice: `native` insists, `auto` takes them where they can be used, `torch` never.
+        dtype: serving precision; the kernels are float32.
+
+    Raises:
+        KernelsUnavailable: if insisted on and not usable.
+    """
+    if choice == "torch":
+        return None
+    if dtype != torch.float32:
+        if choice == "native":
+            raise KernelsUnavailable(
+                f"generator.kernels is 'native', but they are float32 and generator.dtype is {dtype}"
+            )
+        return None
+    try:
+        return load_kernels()
+    except KernelsUnavailable as error:
+        if choice == "native":
+            raise
+        _log.warning("%s", error)
+        return None
+
+
+class PackedLinear:
+    """The product of one linear layer.
+
+    Args:
+        module: its forward method is replaced.
+        kernels: the compiled functions.
+        keeps_weight: whether the plain weight stays beside the packed one.
+    """
+
+    def __init__(self, module: nn.Linear, *, kernels: Kernels, keeps_weight: bool) -> None:
+        self.shape = module.weight.shape
+        self._kernels, self._bias = kernels, module.bias
+        self._outputs, self._inputs = module.out_features, module.in_features
+        self._packed = kernels.new_packed(outputs=self._outputs, inputs=self._inputs)
+        if not keeps_weight:
+            # The right shape without memory; whoever reads it gets NaN, never numbers of an earlier version.
+            nothing = torch.full((), torch.nan, dtype=module.weight.dtype).expand(self.shape)
+            module.weight = nn.Parameter(nothing, requires_grad=False)
+        module.forward = self._forward
+
+    def write(self, value: torch.Tensor) -> None:
+        """Pack a new weight, [outputs, inputs] of any floating dtype."""
+        self._kernels.pack(value.to(torch.float32).contiguous(), self._packed)
+
+    def _forward(self, input: torch.Tensor) -> torch.Tensor:
+        rows = input.reshape(-1, self._inputs).contiguous()
+        out = self._kernels.linear(rows, self._packed, outputs=self._outputs)
+        if self._bias is not None:
+            out += self._bias
+        return out.view(*input.shape[:-1], self._outputs)
+
+
+class Destination:
+    """Where a published tensor goes: a plain parameter, a packed product, or both.
+
+    Args:
+        parameter: copied into, or `None`.
+        packed: packed into.
+    """
+
+    def __init__(self, parameter: torch.Tensor | None, *packed: PackedLinear) -> None:
+        self.parameter, self._packed = parameter, packed
+        self.shape = packed[0].shape if parameter is None else parameter.shape
+
+    def write(self, value: torch.Tensor) -> None:
+        """Take a new value, cast to what it is kept in."""
+        if self.parameter is not None:
+            self.parameter.copy_(value)
+        for packed in self._packed:
+            packed.write(value)
+
+
+def destinations(model: nn.Module, *, kernels: Kernels | None) -> list[tuple[tuple[str, ...], Destination]]:
+    """Return all names of each distinct parameter (a tied head has two) with its destination.
+
+    With kernels, every linear layer of the model is made to use them.
+    """
+    names: dict[int, list[str]] = {}
+    parameters: dict[int, torch.Tensor] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+        parameters[id(parameter)] = parameter
+    layers: dict[int, list[nn.Linear]] = {key: [] for key in parameters}
+    if kernels is not None:
+        for module in model.modules():
+            if type(module) is nn.Linear:
+                layers[id(module.weight)].append(module)
+    found = []
+    for key, parameter in parameters.items():
+        packed = []
+        others = len(names[key]) > len(layers[key])
+        if kernels is not None:
+            packed = [PackedLinear(layer, kernels=kernels, keeps_weight=others) for layer in layers[key]]
+        found.append((tuple(names[key]), Destination(parameter if others or not packed else None, *packed)))
+    return found

@@ -1,0 +1,134 @@
+"""Compiles and binds `kernels.c`, once per machine, and proves the result before use.
+
+Needs an x86-64 CPU with AVX2 and FMA (and without AVX-512, where torch's own kernels have not been measured against
+these), and a C compiler at the first use; the library is kept under the cache directory and found by the digest of its
+source and flags. Decides only whether the kernels can be used here; without them torch computes the same products.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import torch
+
+from rollmill.errors import ModelError
+from rollmill.weights.catalog import cache_directory
+
+_SOURCE = Path(__file__).with_name("kernels.c")
+# Compiled with OpenMP but not linked to a runtime: the symbols are found in the one that torch has loaded, so that
+# `torch.set_num_threads` and its pool of threads hold for these kernels too.
+_FLAGS = ("-O3", "-mavx2", "-mfma", "-fopenmp", "-fPIC", "-std=gnu11")
+_COMPILE_DEADLINE_S = 60.0
+_PANEL = 16
+_PROOF_TOLERANCE = 1e-5
+
+
+class Kernels:
+    """The compiled functions, on contiguous float32 tensors of the CPU.
+
+    Args:
+        library: the loaded shared library.
+    """
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        pointer, number = ctypes.c_void_p, ctypes.c_long
+        self._pack, self._linear = library.rollmill_pack, library.rollmill_linear
+        self._pack.argtypes, self._pack.restype = [pointer, pointer, number, number, number], None
+        self._linear.argtypes, self._linear.restype = [pointer] * 3 + [number] * 4, None
+
+    def new_packed(self, *, outputs: int, inputs: int) -> torch.Tensor:
+        """Return room for a packed weight of this shape: float32, one dimension."""
+        return torch.empty(-(-outputs // _PANEL) * _PANEL * inputs, dtype=torch.float32)
+
+    def pack(self, weight: torch.Tensor, packed: torch.Tensor) -> None:
+        """Write `weight`, float32 [outputs, inputs], into room made by `new_packed`."""
+        outputs, inputs = weight.shape
+        self._pack(weight.data_ptr(), packed.data_ptr(), outputs, inputs, torch.get_num_threads())
+
+    def linear(self, rows: torch.Tensor, packed: torch.Tensor, *, outputs: int) -> torch.Tensor:
+        """Return `rows @ weight.T`, float32 [m, outputs], for `rows`, float32 [m, inputs]."""
+        m, inputs = rows.shape
+        out = torch.empty(m, outputs, dtype=torch.float32)
+        self._linear(rows.data_ptr(), packed.data_ptr(), out.data_ptr(), m, outputs, inputs, torch.get_num_threads())
+        return out
+
+
+class KernelsUnavailable(ModelError):
+    """The compiled kernels cannot be used on this machine."""
+
+
+@functools.cache
+def load_kernels() -> Kernels:
+    """Return the kernels, compiled now if this machine has not done so before.
+
+    Raises:
+        KernelsUnavailable: if the CPU, the compiler or the proof says no; the message has the reason.
+    """
+    capability = torch.backends.cpu.get_cpu_capability()
+    if capability != "AVX2":
+        raise _unavailable(f"they are written and measured for AVX2, and torch reports {capability}")
+    try:
+        kernels = Kernels(ctypes.CDLL(str(_library())))
+    except (OSError, AttributeError) as error:
+        raise _unavailable(f"the compiled library does not load: {error}") from error
+    _prove(kernels)
+    return kernels
+
+
+def _unavailable(reason: str) -> KernelsUnavailable:
+    return KernelsUnavailable(
+        f"the compiled kernels of the embedded engine cannot be used: {reason}. Set generator.kernels to 'auto' or "
+        "'torch' to serve without them, at about two thirds of the speed"
+    )
+
+
+def _library() -> Path:
+    source = _SOURCE.read_bytes()
+    key = hashlib.sha256(source + " ".join(_FLAGS).encode()).hexdigest()[:16]
+    folder = cache_directory().parent / "kernels"
+    path = folder / f"{key}.so"
+    if not path.exists():
+        _compile(path)
+    return path
+
+
+def _compile(path: Path) -> None:
+    compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc")
+    if compiler is None:
+        raise _unavailable("no C compiler is installed (cc or gcc in PATH, or $CC)")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # Several processes may come here at once: each builds in its own folder, the last rename wins.
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        unit, library = Path(folder, "kernels.o"), Path(folder, "kernels.so")
+        for command in (
+            [compiler, *_FLAGS, "-c", str(_SOURCE), "-o", str(unit)],
+            [compiler, "-shared", str(unit), "-o", str(library)],
+        ):
+            try:
+                done = subprocess.run(command, capture_output=True, text=True, timeout=_COMPILE_DEADLINE_S, check=False)
+            except (OSError, subprocess.TimeoutExpired) as error:
+                raise _unavailable(f"{compiler} did not run: {error}") from error
+            if done.returncode:
+                raise _unavailable(f"{compiler} ended with {done.returncode}: {done.stderr.strip()[-500:]}")
+        library.replace(path)
+
+
+def _prove(kernels: Kernels) -> None:
+    """Compare with torch in double precision: whole and partial panels and tiles, one and several blocks."""
+    numbers = torch.Generator().manual_seed(0)
+    for m, outputs, inputs in ((1, 16, 8), (7, 33, 577), (13, 48, 1000)):
+        rows = torch.randn(m, inputs, generator=numbers)
+        weight = torch.randn(outputs, inputs, generator=numbers)
+        packed = kernels.new_packed(outputs=outputs, inputs=inputs)
+        kernels.pack(weight, packed)
+        expected = rows.double() @ weight.double().T
+        error = float((kernels.linear(rows, packed, outputs=outputs) - expected).abs().max()) / inputs**0.5
+        if not error <= _PROOF_TOLERANCE:
+            raise _unavailable(f"their product of [{m}, {inputs}] and [{inputs}, {outputs}] is off by {error:.1e}")
