@@ -150,6 +150,9 @@ class GeneratorSettings(Section):
     """Torch threads of each replica."""
     dtype: Literal["auto", "float32", "bfloat16"] = knob("auto")
     """Serving precision; `auto` takes bfloat16 only where the CPU multiplies it natively."""
+    kernels: Literal["auto", "native", "torch"] = knob("auto")
+    """What multiplies with the weights: `native` insists on the kernels that are compiled at the first use (x86-64 with
+    AVX2, float32, a C compiler), `auto` takes them where they can be used, `torch` never."""
     max_slots: int = knob(
         48, unit="sequences", raising="larger batches, more KV memory", lowering="less memory, lower throughput", ge=1
     )

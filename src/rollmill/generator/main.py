@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -29,6 +29,7 @@ def build_engine(
     *,
     kind: EngineKind = "embedded",
     dtype: str = "auto",
+    kernels: Literal["auto", "native", "torch"] = "auto",
     threads: int = 1,
     max_slots: int,
     max_model_len: int,
@@ -43,6 +44,7 @@ def build_engine(
         path: local Hugging Face directory; only its configuration is read.
         kind: `embedded` or `fake`.
         dtype: `auto`, `float32` or `bfloat16`.
+        kernels: whether compiled kernels multiply with the weights: `auto`, `native` or `torch`.
         threads: torch threads of this process.
         max_slots: sequences decoded at once.
         max_model_len: longest prompt plus output, tokens.
@@ -73,6 +75,7 @@ def build_engine(
     return EmbeddedEngine(
         path,
         dtype=resolve_dtype(dtype),
+        kernels=kernels,
         tensors=tensors,
         policy_version=policy_version,
         digest=digest,
@@ -92,6 +95,7 @@ async def serve(
     stop: asyncio.Event,
     load_deadline_s: float,
     drain_s: float = 5.0,
+    on_serving: Callable[[], None] | None = None,
     clock: Clock | None = None,
 ) -> None:
     """Serve until `stop` is set, then drain and close engine and server.
@@ -107,6 +111,7 @@ async def serve(
         stop: ends the service.
         load_deadline_s: a weight load that takes longer fails.
         drain_s: time for running requests to finish after `stop`.
+        on_serving: called once the address is written; wakes whoever waits for it.
         clock: times of loads; the machine's if `None`.
 
     Raises:
@@ -134,6 +139,8 @@ async def serve(
                 await servicer.publish_health()
                 await server.start()
                 _write_address(Path(address_file), address=f"{host}:{port}", engine=engine)
+                if on_serving is not None:
+                    on_serving()
                 await _until_over(stop, servicer.engine_died)
                 await servicer.drain(drain_s, reason="the generator was told to stop")
             finally:

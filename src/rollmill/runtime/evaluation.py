@@ -43,6 +43,7 @@ async def _evaluate(source: str, *, config: RollmillConfig) -> dict[str, Any]:
         path,
         kind="embedded",
         dtype=config.generator.dtype,
+        kernels=config.generator.kernels,
         threads=config.generator.threads,
         max_slots=config.generator.max_slots,
         max_model_len=config.generator.max_model_len,

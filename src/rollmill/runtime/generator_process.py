@@ -59,6 +59,7 @@ def run_generator(context: ProcessContext) -> None:
         dtype=config.generator.dtype,
         threads=config.generator.threads,
         max_slots=config.generator.max_slots,
+        kernels=config.generator.kernels,
         max_model_len=config.generator.max_model_len,
         tensors=tensors,
         policy_version=manifest.policy_version,

@@ -68,6 +68,7 @@ RESUMABLE: frozenset[str] = frozenset(
         "environment.scoring_workers",
         "generator.replicas",
         "generator.threads",
+        "generator.kernels",
         "generator.max_slots",
         "trainer.threads",
         # What is measured.
@@ -78,7 +79,9 @@ RESUMABLE: frozenset[str] = frozenset(
 )
 """Settings that may differ when a run is resumed: none of them changes what is learned from a sample."""
 
-FIXED_IF_DETERMINISTIC: frozenset[str] = frozenset({"generator.threads", "generator.max_slots", "trainer.threads"})
+FIXED_IF_DETERMINISTIC: frozenset[str] = frozenset(
+    {"generator.threads", "generator.kernels", "generator.max_slots", "trainer.threads"}
+)
 """Of those, the settings that change how arithmetic is rounded: fixed where bits must not change."""
 
 FOLDERS = ("checkpoints", "weights", "logs", "processes")

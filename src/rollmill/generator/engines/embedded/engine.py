@@ -26,6 +26,7 @@ import torch
 from rollmill.clock import Clock
 from rollmill.errors import EngineDead, EngineError
 from rollmill.generator.engines.embedded.core import EngineCore
+from rollmill.generator.engines.embedded.linears import KernelChoice
 from rollmill.generator.engines.embedded.model import ServedModel
 from rollmill.generator.engines.meter import SecondsMeter
 from rollmill.generator.engines.protocol import EngineInfo, EngineLoad, KvPolicy, PauseMode, UpdateReport
@@ -68,6 +69,7 @@ class EmbeddedEngine:
         max_model_len: longest prompt plus output, tokens.
         clock: deadlines, timings and the seconds ledger.
         prefill_tokens: most prompt tokens computed in one pass.
+        kernels: whether compiled kernels multiply with the weights: `auto`, `native` or `torch`.
         before_step: called on the worker thread before each step; an exception from it kills the engine. For fault
             injection and for tests that hold the engine between two steps.
 
@@ -88,10 +90,11 @@ class EmbeddedEngine:
         max_model_len: int,
         clock: Clock,
         prefill_tokens: int = 512,
+        kernels: KernelChoice = "auto",
         before_step: Callable[[], None] | None = None,
     ) -> None:
         self._clock = clock
-        model = ServedModel(path, dtype=getattr(torch, dtype), tensors=tensors)
+        model = ServedModel(path, dtype=getattr(torch, dtype), tensors=tensors, kernels=kernels)
         # Building the engine is its process's start-up; the engine's own seconds begin when it is made.
         self._meter = SecondsMeter(clock, cause="startup")
         self._core = EngineCore(
@@ -129,7 +132,7 @@ class EmbeddedEngine:
             max_model_len=core.max_model_len,
             max_slots=core.max_slots,
             kv_bytes=core.kv_bytes,
-            capabilities=CAPABILITIES,
+            capabilities=(*CAPABILITIES, "native_kernels") if model.native_kernels else CAPABILITIES,
             policy_version=core.policy_version,
             digest=core.digest,
         )
