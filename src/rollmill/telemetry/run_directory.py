@@ -61,6 +61,8 @@ RESUMABLE: frozenset[str] = frozenset(
         "evaluation.deadline_s",
         # What is kept.
         "trainer.checkpoint_every_steps",
+        "trainer.checkpoint_in_background",
+        "trainer.checkpoint_deadline_s",
         "trainer.keep_checkpoints",
         "weights.transport",
         "weights.keep_versions",
