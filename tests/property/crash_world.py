@@ -448,6 +448,9 @@ class CrashWorld:
         controller = Controller(self, self.incarnation)
         controller.begin()
         self.controller = controller
+        for group in self.store.waiting_groups():
+            newest = max(self.step_of(version) for version in self.sampled_with[group])
+            assert newest <= self.incarnation.optimizer_step, f"{group} has tokens of weights that no history has"
 
     @property
     def ended(self) -> bool:
