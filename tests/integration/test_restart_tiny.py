@@ -121,7 +121,7 @@ def test_a_process_that_is_lost_again_and_again_ends_the_run_with_the_first_caus
     failure = json.loads((run / "failure.json").read_text())
     assert failure["process"] == "generator-0"
     assert "lost 2 times with no optimizer step between them" in failure["message"]
-    assert "run.restart_budget = 1" in err
+    assert "run.restart_budget = 1" in failure["message"]
     assert processes_of(run) == []
     check_books(json.loads((run / "summary.json").read_text()))
 
@@ -163,9 +163,10 @@ def test_a_waiting_run_ends_when_nobody_does(tmp_path: Path) -> None:
     wait_for_steps(run, 2, process)
     kill(run, "generator-0")
     status, _, err = finish(process)
-    assert status == 1
-    assert "run.replica_deadline_s = 2 s" in err
-    assert "SIGKILL" in err
+    assert status == 1, err
+    failure = json.loads((run / "failure.json").read_text())
+    assert "run.replica_deadline_s = 2 s" in failure["message"]
+    assert "SIGKILL" in failure["message"]
     assert processes_of(run) == []
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib
 import os
 import signal
@@ -10,10 +11,11 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from rollmill.buffer.doorbell import Doorbell
+from rollmill.buffer.doorbell import Doorbell, ring
 from rollmill.clock import SystemClock
-from rollmill.errors import WeightError
-from rollmill.runtime.incarnation import Incarnation, ProcessSeconds, read_record, write_record
+from rollmill.errors import RunDirectoryError, WeightError
+from rollmill.runtime.incarnation import Evaluating, Incarnation, ProcessSeconds, read_record, write_record
+from rollmill.runtime.layout import CONTROLLER
 from rollmill.runtime.process import ProcessContext
 from rollmill.runtime.threads import make_torch_deterministic
 from rollmill.runtime.waiting import wait_for_preflight, wait_until
@@ -57,9 +59,9 @@ def run_generator(context: ProcessContext) -> None:
         preflight.model_path,
         kind=config.generator.engine,
         dtype=config.generator.dtype,
+        kernels=config.generator.kernels,
         threads=config.generator.threads,
         max_slots=config.generator.max_slots,
-        kernels=config.generator.kernels,
         max_model_len=config.generator.max_model_len,
         tensors=tensors,
         policy_version=manifest.policy_version,
@@ -83,6 +85,7 @@ def run_generator(context: ProcessContext) -> None:
                 address_file=layout.address(context.name),
                 stop=stop,
                 load_deadline_s=config.generator.load_deadline_s,
+                on_serving=lambda: ring(layout.run_directory, CONTROLLER),
             )
             books.cancel()
 
@@ -122,18 +125,29 @@ def _book(context: ProcessContext, engine: Engine, *, engine_started_s: float) -
 def _load_newest(
     context: ProcessContext, repository: LocalModelRepository, *, clock: SystemClock
 ) -> tuple[WeightManifest, dict[str, torch.Tensor]]:
-    """Return the newest weights, held before they are read so that the trainer does not retire them meanwhile."""
+    """Return the newest weights, or those that an evaluation under way asks for, where they can still be had."""
+    newest = _first_weights(context, repository, clock=clock)
+    if context.layout.evaluating.exists():
+        with contextlib.suppress(WeightError, RunDirectoryError):
+            asked = read_record(context.layout.evaluating, Evaluating).policy_version
+            return repository.manifest(asked), _held_and_loaded(repository, asked)
     while True:
-        manifest = _first_weights(context, repository, clock=clock)
+        manifest = newest
         version = manifest.policy_version
         try:
-            # Under the name by which the service holds what it serves.
-            repository.hold(version, owner=f"generator-{os.getpid()}")
-            return manifest, repository.load(version)
+            return manifest, _held_and_loaded(repository, version)
         except WeightError:
-            newest = repository.latest()
-            if newest is None or newest.policy_version == version:
+            # It was retired meanwhile: there is a newer one.
+            newest = _first_weights(context, repository, clock=clock)
+            if newest.policy_version == version:
                 raise
+
+
+def _held_and_loaded(repository: LocalModelRepository, version: int) -> dict[str, torch.Tensor]:
+    """Return weights, held before they are read so that the trainer does not retire them meanwhile."""
+    # Under the name by which the service holds what it serves.
+    repository.hold(version, owner=f"generator-{os.getpid()}")
+    return repository.load(version)
 
 
 def _first_weights(context: ProcessContext, repository: LocalModelRepository, *, clock: SystemClock) -> WeightManifest:

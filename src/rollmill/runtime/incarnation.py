@@ -61,6 +61,12 @@ class Preflight(msgspec.Struct, frozen=True, kw_only=True):
     longest_prompt_tokens: int
 
 
+class Evaluating(msgspec.Struct, frozen=True, kw_only=True):
+    """The version that an evaluation asks for, while it does: a replica that starts meanwhile serves it, if it can."""
+
+    policy_version: int
+
+
 class Life(msgspec.Struct, frozen=True, kw_only=True):
     """One process of the run, from spawn to exit (or to now).
 

@@ -7,6 +7,7 @@ from pathlib import Path
 CONTROLLER = "controller"
 TRAINER = "trainer"
 SUPERVISOR = "supervisor"
+EVALUATOR = "evaluator"
 
 
 def replica_name(index: int) -> str:
@@ -27,6 +28,7 @@ class ProcessLayout:
         self.failure = run_directory / "failure.json"
         self.incarnation = self.processes / "incarnation.json"
         self.preflight = self.processes / "preflight.json"
+        self.evaluating = self.processes / "evaluating.json"
         self.losses = run_directory / "losses.jsonl"
         self.lock = run_directory / "lock"
 
@@ -41,6 +43,10 @@ class ProcessLayout:
     def seconds(self, process: str, *, life: str) -> Path:
         """Return where a process keeps its seconds ledger."""
         return self.processes / f"{process}.{life}.seconds.json"
+
+    def life(self, process: str, *, life: str) -> Path:
+        """Return where the life of a process is kept that is no child of the supervisor."""
+        return self.processes / f"{process}.{life}.life.json"
 
     def segment(self, incarnation: int) -> Path:
         """Return where the supervisor keeps what it measured."""

@@ -17,7 +17,7 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import msgspec
 import psutil
@@ -26,13 +26,16 @@ from rollmill.clock import Clock
 from rollmill.config.schema import RollmillConfig
 from rollmill.controller.replicas import ReplicaLost, ReplicaSet
 from rollmill.controller.shell import Controller, Reporter
-from rollmill.errors import DeadlineExceeded, EngineDead, Fault, RollmillError
+from rollmill.errors import DeadlineExceeded, EngineDead, Fault, RollmillError, WeightError
 from rollmill.generator.client import GeneratorClient
 from rollmill.generator.state import ReplicaState
 from rollmill.generator.wire import ReplicaStatus
 from rollmill.runtime.failure import record_of_error, write_record
+from rollmill.runtime.incarnation import Evaluating, Incarnation
+from rollmill.runtime.incarnation import read_record as read_run_record
+from rollmill.runtime.incarnation import write_record as write_run_record
 from rollmill.runtime.layout import ProcessLayout, replica_name
-from rollmill.runtime.losses import LossRecord, read_losses
+from rollmill.runtime.losses import LossRecord, life_of, read_losses
 from rollmill.runtime.process import LIFE_VARIABLE
 from rollmill.scheduling.events import AfterLoss, ReplicaJoined
 from rollmill.weights.repository import LocalModelRepository
@@ -80,7 +83,6 @@ class ReplicaWatch:
 
     Attributes:
         clients: replica -> its client, while it is in rotation.
-        evaluating: version that an evaluation asks for; a replica that joins meanwhile loads it, if it can be had.
     """
 
     def __init__(
@@ -95,7 +97,7 @@ class ReplicaWatch:
     ) -> None:
         self.clients: dict[str, GeneratorClient] = {}
         self.replicas = ReplicaSet(on_lost=self._on_broken_channel)
-        self.evaluating: int | None = None
+        self._evaluating: int | None = None
         self._config = config
         self._layout = layout
         self._clock = clock
@@ -193,6 +195,25 @@ class ReplicaWatch:
         for client in (*self.clients.values(), *self._closing):
             await client.close()
 
+    @contextlib.contextmanager
+    def evaluating(self, policy_version: int) -> Iterator[None]:
+        """Keep a version to be had, and have it served by whoever comes back, while an evaluation asks for it."""
+        owner = "evaluation"
+        try:
+            self._repository.hold(policy_version, owner=owner)
+        except WeightError:
+            # Retired already: those who serve it go on, who comes back serves the newest.
+            yield
+            return
+        self._evaluating = policy_version
+        write_run_record(self._layout.evaluating, Evaluating(policy_version=policy_version))
+        try:
+            yield
+        finally:
+            self._evaluating = None
+            self._layout.evaluating.unlink(missing_ok=True)
+            self._repository.release(policy_version, owner=owner)
+
     # losing
 
     async def _status(self, name: str, client: GeneratorClient) -> ReplicaStatus | None:
@@ -245,10 +266,14 @@ class ReplicaWatch:
             if name not in process.cmdline():
                 # Another process has the number by now.
                 return
-            life = process.environ().get(LIFE_VARIABLE)
-            if life is not None:
-                record = record_of_error(name, error, at_wall_s=time.time())
-                write_record(self._layout.process_failure(name, life=life), record)
+            # Without the variable somebody else started it, and it found its name as this does.
+            life = process.environ().get(LIFE_VARIABLE) or life_of(
+                name,
+                incarnation=read_run_record(self._layout.incarnation, Incarnation).number,
+                losses=self._losses.all(),
+            )
+            record = record_of_error(name, error, at_wall_s=time.time())
+            write_record(self._layout.process_failure(name, life=life), record)
             os.kill(pid, signal.SIGKILL)
 
     def _check_deadline(self, name: str, lost: Lost | None) -> None:
@@ -312,15 +337,12 @@ class ReplicaWatch:
 
     def _version_to_load(self, served: int) -> int | None:
         """Return the version that a replica must load before it joins; `None` if it may join with what it serves."""
-        if self.evaluating is not None and self.evaluating != served and self._can_be_had(self.evaluating):
-            return self.evaluating
+        if self._evaluating is not None and self._evaluating >= served:
+            return None if self._evaluating == served else self._evaluating
         if self._repository.manifest(served).history_id == self._history_id:
             return None
         newest = self._repository.latest()
         return None if newest is None else newest.policy_version
-
-    def _can_be_had(self, policy_version: int) -> bool:
-        return policy_version in self._repository.available()
 
     def _told(self) -> Controller:
         if self._controller is None:
