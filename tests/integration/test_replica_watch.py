@@ -291,6 +291,20 @@ def test_without_anybody_to_come_back_who_waits_is_told(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
+def test_a_start_does_not_wait_for_a_replica_that_the_run_goes_on_without(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with setting(tmp_path, policy="degrade") as world:
+            assert world.watch.still_coming(incarnation=1) == [NAME]
+            # An earlier incarnation's loss says nothing of this one.
+            world.lose()
+            assert world.watch.still_coming(incarnation=2) == [NAME]
+            with pytest.raises(ProducersGone):
+                world.watch.still_coming(incarnation=1)
+            assert [then for _, _, then in world.losses] == [AfterLoss.DEGRADE]
+
+    asyncio.run(main())
+
+
 def test_a_new_session_hears_who_serves_and_who_is_lost(tmp_path: Path) -> None:
     async def main() -> None:
         async with setting(tmp_path) as world:

@@ -26,7 +26,7 @@ from rollmill.clock import Clock
 from rollmill.config.schema import RollmillConfig
 from rollmill.controller.replicas import ReplicaLost, ReplicaSet
 from rollmill.controller.shell import Controller, Reporter
-from rollmill.errors import DeadlineExceeded, EngineDead, Fault, RollmillError, WeightError
+from rollmill.errors import DeadlineExceeded, EngineDead, Fault, ProducersGone, RollmillError, WeightError
 from rollmill.generator.client import GeneratorClient
 from rollmill.generator.state import ReplicaState
 from rollmill.generator.wire import ReplicaStatus
@@ -133,6 +133,25 @@ class ReplicaWatch:
         self._controller = controller
         self._history_id = history_id
         self._on_none_left = on_none_left
+
+    def still_coming(self, *, incarnation: int) -> list[str]:
+        """Return the replicas that have not joined yet, without those that the run goes on without.
+
+        Raises:
+            ProducersGone: if all were lost before they served, and none comes back.
+        """
+        coming = [name for name in self.names if name not in self.clients]
+        if self._then is not AfterLoss.DEGRADE:
+            return coming
+        lost = {loss.process for loss in self._losses.all() if loss.incarnation == incarnation}
+        for name in coming:
+            if name in lost and name not in self._lost:
+                self._lost[name] = Lost(pid=0, reason="it was lost before it served", at_s=self._clock.now_s())
+                self._told().replica_lost(name, reason="it was lost before it served", then=self._then)
+        coming = [name for name in coming if name not in self._lost]
+        if not coming and not self.clients:
+            raise ProducersGone(alive=0, buffered=0)
+        return coming
 
     async def join_anew(self) -> None:
         """Let all that serve join a new session, with weights of its history; say which others are lost."""

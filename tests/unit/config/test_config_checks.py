@@ -120,3 +120,11 @@ def test_more_threads_than_cores_is_a_warning_with_both_numbers():
     config = with_settings("trainer.threads=2", "generator.replicas=2")
     assert any("4 torch threads" in sentence and "on 2 cores" in sentence for sentence in warnings_of(config, cores=2))
     assert not any("torch threads" in sentence for sentence in warnings_of(config, cores=4))
+
+
+def test_a_wait_for_a_replica_must_end_before_the_run_counts_as_stalled():
+    long = ("run.replica_deadline_s=700", "run.stall_limit_s=600")
+    told = refusal("run.on_generator_loss=wait", *long)
+    assert "run.replica_deadline_s 700 s" in told
+    assert "run.stall_limit_s is 600 s" in told
+    check(with_settings("run.on_generator_loss=restart", *long))
