@@ -203,8 +203,9 @@ def test_ctrl_c_before_the_first_step_loses_nothing_and_resume_begins_the_run(tm
 
 
 @pytest.mark.parametrize("victim", ["generator-0", "trainer", "controller"])
-def test_the_death_of_any_process_ends_the_run_and_names_it(tmp_path: Path, victim: str) -> None:
-    process = rollmill("train", str(write_config(tmp_path, steps=1000)))
+def test_with_stop_the_death_of_any_process_ends_the_run_and_names_it(tmp_path: Path, victim: str) -> None:
+    config = str(write_config(tmp_path, steps=1000))
+    process = rollmill("train", config, "--set", "run.on_generator_loss=stop")
     run = tmp_path / "runs" / "tiny"
     wait_for_steps(run, 2, process)
     target = next(p for p in processes_of(run) if victim in p.info["cmdline"])
