@@ -47,4 +47,4 @@ def make_torch_deterministic() -> None:
     # Not torch.use_deterministic_algorithms, which also imports the compiler; see rollmill.weights.lean_import.
     torch.set_deterministic_debug_mode("error")
     # That would also fill every new tensor with NaN, against reads of what was never written: none is read here.
-    torch.utils.deterministic.fill_uninitialized_memory = False
+    torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
