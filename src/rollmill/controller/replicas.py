@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Protocol
 
 import msgspec
@@ -65,6 +66,7 @@ class ReplicaSet:
     def __init__(self, *, on_lost: Callable[[str, str], None] | None = None) -> None:
         self._seats: dict[str, Seat] = {}
         self._homes: dict[str, str] = {}
+        self._requests_of: dict[str, int] = {}
         self._on_lost = on_lost
         self._serving = asyncio.Event()
         self._ended = False
@@ -85,9 +87,10 @@ class ReplicaSet:
         self._ended = True
         self._serving.set()
 
-    def forget_group(self, group_key: str) -> None:
-        """Drop the affinity of a group that has no request any more."""
-        self._homes.pop(group_key, None)
+    @property
+    def homes(self) -> Mapping[str, str]:
+        """Group key -> replica that serves it, of the groups that have a request."""
+        return MappingProxyType(self._homes)
 
     async def generate(self, request: GenerateRequest) -> Turn:
         """Send a request to the replica that suits it.
@@ -101,8 +104,7 @@ class ReplicaSet:
         """
         work = {name: seat.work for name, seat in self._seats.items()}
         name = choose(request.group_key, homes=self._homes, work=work)
-        if request.group_key:
-            self._homes[request.group_key] = name
+        self._settle(request.group_key, name)
         seat = self._seats[name]
         seat.work += 1
         try:
@@ -112,6 +114,19 @@ class ReplicaSet:
             raise
         finally:
             seat.work -= 1
+            self._unsettle(request.group_key)
+
+    def _settle(self, group_key: str, replica_id: str) -> None:
+        if group_key:
+            self._homes[group_key] = replica_id
+            self._requests_of[group_key] = self._requests_of.get(group_key, 0) + 1
+
+    def _unsettle(self, group_key: str) -> None:
+        """Forget the home of a group with its last request: a long run has very many groups."""
+        if group_key:
+            self._requests_of[group_key] -= 1
+            if not self._requests_of[group_key]:
+                del self._requests_of[group_key], self._homes[group_key]
 
     async def generate_until_answered(self, request: GenerateRequest) -> Turn:
         """Send a request, and again to whoever serves next if its replica is lost. The caller's deadline ends it.
