@@ -49,6 +49,7 @@ max_new_tokens = 12
 max_slots = 6
 max_model_len = 256
 dtype = "float32"
+kernels = "torch"
 
 [trainer]
 learning_rate = 1e-3

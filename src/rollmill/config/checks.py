@@ -210,6 +210,12 @@ def _deterministic(config: RollmillConfig) -> Iterator[str]:
                 f"run.deterministic is true and {key} is {value:g}: {why}. Nearest valid values: {key} {valid:g}, or "
                 "run.deterministic false."
             )
+    if config.generator.kernels == "auto":
+        yield (
+            'run.deterministic is true and generator.kernels is "auto": which arithmetic is used would depend on '
+            'whether a compiler is found and is quick enough. Nearest valid values: generator.kernels "native" (fast, '
+            'where the CPU has AVX2) or "torch", or run.deterministic false.'
+        )
     if config.run.on_generator_loss == "degrade":
         yield (
             'run.deterministic is true and run.on_generator_loss is "degrade": the last batch would hold what happened '

@@ -36,7 +36,7 @@ class RunSettings(Section):
     deterministic: bool = knob(False)
     """Two runs with one seed give bit-identical weights on the same CPU, and so does a run that was killed and resumed.
     Sampling goes in waves that nothing else joins, with no decision from rates or time; slower. Needs
-    schedule.max_staleness 0, no oversampling and one replica."""
+    schedule.max_staleness 0, no oversampling, one replica, and generator.kernels other than auto."""
     steps: int = knob(40, unit="optimizer steps", raising="longer run, more learning", lowering="shorter run", ge=1)
     """Optimizer steps to train."""
     stall_report_s: float = knob(

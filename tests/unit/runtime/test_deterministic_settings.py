@@ -26,7 +26,7 @@ from rollmill.types import (
     rollout_seed,
 )
 
-VALID = ("run.deterministic=true", "schedule.max_staleness=0")
+VALID = ("run.deterministic=true", "schedule.max_staleness=0", "generator.kernels=torch")
 
 
 def config_of(*overrides: str) -> RollmillConfig:
@@ -45,6 +45,7 @@ def test_with_budget_zero_and_one_replica_it_is_accepted_and_told_to_the_core():
         ("schedule.group_oversampling=1.5", ["schedule.group_oversampling is 1.5", "schedule.group_oversampling 1"]),
         ("schedule.member_oversampling=1", ["schedule.member_oversampling is 1", "schedule.member_oversampling 0"]),
         ("generator.replicas=2", ["generator.replicas is 2", "generator.replicas 1"]),
+        ("generator.kernels=auto", ['generator.kernels is "auto"', 'generator.kernels "native"', '"torch"']),
         ("run.on_generator_loss=degrade", ['run.on_generator_loss is "degrade"', 'run.on_generator_loss "restart"']),
     ],
 )
