@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from generator_builders import SteppedEngine, prompt_of, random_model, reference_logprobs, request
+from generator_builders import SteppedEngine, llama, prompt_of, random_model, reference_logprobs, request
 from rollmill.generator.engines.embedded import native
 from rollmill.generator.engines.embedded.linears import PackedLinear, choose_kernels, destinations
 from rollmill.generator.engines.embedded.native import Kernels, KernelsUnavailable, load_kernels
@@ -143,3 +143,53 @@ def test_native_kernels_are_refused_for_another_precision():
         choose_kernels("native", dtype=torch.bfloat16)
     assert choose_kernels("auto", dtype=torch.bfloat16) is None
     assert choose_kernels("torch", dtype=torch.float32) is None
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    batch=st.integers(1, 5),
+    kv_heads=st.integers(1, 3),
+    share=st.integers(1, 6),
+    dim=st.sampled_from([8, 16, 24, 64]),
+    seed=st.integers(0, 9),
+)
+def test_attention_is_exact_for_every_shape(kernels, batch, kv_heads, share, dim, seed):
+    numbers = torch.Generator().manual_seed(seed)
+    # Queries lie head by head, as transformers hands them over; slots hold garbage behind what may be read.
+    rows = torch.randn(kv_heads * share, batch, dim, generator=numbers).transpose(0, 1)
+    keys, values = torch.randn(2, batch + 1, kv_heads, 40, dim, generator=numbers).unbind()
+    counts = torch.randint(1, 40, (batch,), generator=numbers)
+    for row, count in enumerate(counts.tolist()):
+        keys[row, :, count:] = values[row, :, count:] = torch.nan
+    found = kernels.attend(rows, keys, values, counts=counts, scale=dim**-0.5)
+    for row, count in enumerate(counts.tolist()):
+        grouped = rows[row].double().view(kv_heads, share, dim)
+        weights = (grouped @ keys[row, :, :count].double().mT * dim**-0.5).softmax(-1)
+        expected = (weights @ values[row, :, :count].double()).view(kv_heads * share, dim)
+        np.testing.assert_allclose(found[row].numpy(), expected.numpy(), atol=5e-6)
+
+
+def test_attention_to_scores_of_any_size_stays_finite_and_exact(kernels):
+    # Scores of 0, -90 and -300 under the largest: weights e^-90 and less are nothing beside 1.
+    keys = torch.zeros(1, 1, 3, 8)
+    keys[0, 0, :, 0] = torch.tensor([300.0, 210.0, 0.0])
+    values = torch.arange(24.0).view(1, 1, 3, 8)
+    rows = torch.zeros(1, 1, 8)
+    rows[0, 0, 0] = 1.0
+    found = kernels.attend(rows, keys, values, counts=torch.tensor([3]), scale=1.0)
+    np.testing.assert_array_equal(found[0, 0].numpy(), np.arange(8.0, dtype=np.float32))
+
+
+@pytest.mark.parametrize("choice", ["auto", "torch"])
+def test_a_group_that_grows_while_others_join_is_exact_with_and_without_the_kernels(tmp_path, choice):
+    model = random_model(llama(hidden_size=48, head_dim=8, num_attention_heads=6), seed=1)
+    engine = SteppedEngine(tmp_path, model, kernels=choice)
+    prompt = prompt_of(11, seed=3)
+    for sibling in range(3):
+        engine.submit(request(f"a{sibling}", prompt, group_key="a", seed=sibling, max_new_tokens=20))
+    engine.steps(4)
+    engine.submit(request("b", prompt_of(30, seed=4)))
+    engine.finish()
+    for name in ("a0", "a1", "a2", "b"):
+        turn = engine.turn(name)
+        np.testing.assert_allclose(turn.behavior_logprobs, reference_logprobs(model, turn, SamplingParams()), atol=1e-4)

@@ -15,6 +15,8 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
+from rollmill.generator.engines.embedded.native import Kernels
+
 ATTENTION_NAME = "rollmill_slots"
 
 
@@ -43,14 +45,16 @@ class ForwardPlan:
         write_rows: int64 [writes], packed token of each write; `None` writes every token once, in order.
         write_slots: int64 [writes].
         write_positions: int64 [writes].
-        decode_mask: float [batch, 1, 1, length]: packed token i < batch reads slot i up to `length`. `None` if the pass
+        decode_counts: int64 [batch]: packed token i < batch reads that many tokens of slot i. `None` if the pass
             decodes nothing.
+        decode_mask: float [batch, 1, 1, length], the same for torch's attention; `None` where compiled kernels attend.
         segments: which slots the tokens behind those read, run by run.
     """
 
     write_rows: torch.Tensor | None
     write_slots: torch.Tensor
     write_positions: torch.Tensor
+    decode_counts: torch.Tensor | None = None
     decode_mask: torch.Tensor | None = None
     segments: tuple[Segment, ...] = ()
 
@@ -136,6 +140,7 @@ def slot_attention(
     *,
     scaling: float | None = None,
     slot_plan: ForwardPlan | None = None,
+    slot_kernels: Kernels | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attend from packed queries `[1, heads, tokens, head_dim]` to the slots named by the plan.
@@ -144,14 +149,16 @@ def slot_attention(
     """
     if slot_plan is None:
         raise RuntimeError(f"{type(module).__name__} does not hand keyword arguments on to its attention function")
-    mask = slot_plan.decode_mask
-    if mask is not None and not slot_plan.segments:
-        return _decode(query, key, value, mask=mask, scaling=scaling), None
     heads, tokens, head_dim = query.shape[1:]
+    batch = 0 if slot_plan.decode_counts is None else len(slot_plan.decode_counts)
+    decoded = None
+    if batch:
+        decoded = _decode(query[:, :, :batch], key, value, plan=slot_plan, scaling=scaling, kernels=slot_kernels)
+        if batch == tokens:
+            return decoded, None
     out = query.new_empty(1, tokens, heads, head_dim)
-    if mask is not None:
-        batch = mask.shape[0]
-        out[:, :batch] = _decode(query[:, :, :batch], key, value, mask=mask, scaling=scaling)
+    if decoded is not None:
+        out[:, :batch] = decoded
     for segment in slot_plan.segments:
         rows = slice(segment.first_row, segment.first_row + segment.rows)
         out[0, rows] = _prefill(query[0, :, rows], key, value, segment=segment, scaling=scaling)
@@ -159,14 +166,29 @@ def slot_attention(
 
 
 def _decode(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, mask: torch.Tensor, scaling: float | None
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    plan: ForwardPlan,
+    scaling: float | None,
+    kernels: Kernels | None,
 ) -> torch.Tensor:
-    batch, length = mask.shape[0], mask.shape[-1]
-    heads, head_dim = query.shape[1], query.shape[3]
-    kv_heads = key.shape[1]
-    rows = query[0].transpose(0, 1).reshape(batch, kv_heads, heads // kv_heads, head_dim)
+    heads, batch, head_dim = query.shape[1:]
+    kv_heads, mask = key.shape[1], plan.decode_mask
+    rows = query[0].transpose(0, 1)
+    if mask is None:
+        if kernels is None or plan.decode_counts is None:
+            raise RuntimeError("a pass without a mask needs the compiled kernels")
+        scale = head_dim**-0.5 if scaling is None else scaling
+        return kernels.attend(rows, key, value, counts=plan.decode_counts, scale=scale)[None]
+    length = mask.shape[-1]
     attended = scaled_dot_product_attention(
-        rows, key[:batch, :, :length], value[:batch, :, :length], attn_mask=mask, scale=scaling
+        rows.reshape(batch, kv_heads, heads // kv_heads, head_dim),
+        key[:batch, :, :length],
+        value[:batch, :, :length],
+        attn_mask=mask,
+        scale=scaling,
     )
     return attended.reshape(1, batch, heads, head_dim)
 

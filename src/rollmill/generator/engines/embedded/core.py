@@ -206,7 +206,8 @@ class EngineCore:
         return DecodeBatch(
             token_ids=torch.tensor([sequence.last_token for sequence in self.running]),
             positions=at,
-            mask=decode_mask(at, length=length, dtype=self.model.dtype),
+            counts=at + 1,
+            mask=decode_mask(at, length=length, dtype=self.model.dtype) if self.model.needs_masks else None,
         )
 
     def _run(self, planner: PrefillPlanner, *, decode: DecodeBatch | None = None) -> torch.Tensor:

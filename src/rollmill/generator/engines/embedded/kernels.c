@@ -1,4 +1,4 @@
-/* Matrix products for few rows on x86-64 with AVX2 and FMA.
+/* Matrix products for few rows, and attention of decoded tokens, on x86-64 with AVX2 and FMA.
  *
  * Decoding multiplies 8 to 64 rows with weights that do not fit into any cache. General libraries re-order the weights
  * at every call to a layout that their inner loop can stream; here that is done once, when the weights are loaded.
@@ -7,7 +7,9 @@
  * A tile of up to 6 rows x 16 columns is kept in 12 registers; each weight is read from memory once per call.
  */
 #include <immintrin.h>
+#include <math.h>
 #include <stdint.h>
+#include <stdlib.h>
 #include <string.h>
 
 #define COLUMNS 16 /* of a panel */
@@ -139,4 +141,141 @@ void rollmill_linear(const float *x, const float *packed, float *out, long m, lo
                 x + first * k, packed + p * COLUMNS * k, out + first * n + p * COLUMNS, rows, k, columns, n);
         }
     }
+}
+
+/* ---- attention of decoded tokens over their slots */
+
+#define SHARE 4 /* query heads of one key head that are computed together */
+
+/* e^x for x <= 0, to 2 units in the last place (Cephes); below -87 the result is 0. */
+static inline __m256 exp_of(__m256 x) {
+    const __m256 lowest = _mm256_set1_ps(-87.0f);
+    __m256 gone = _mm256_cmp_ps(x, lowest, _CMP_LT_OQ);
+    x = _mm256_max_ps(x, lowest);
+    __m256 n = _mm256_round_ps(
+        _mm256_mul_ps(x, _mm256_set1_ps(1.44269504088896341f)), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    x = _mm256_fnmadd_ps(n, _mm256_set1_ps(0.693359375f), x);
+    x = _mm256_fnmadd_ps(n, _mm256_set1_ps(-2.12194440e-4f), x);
+    __m256 y = _mm256_set1_ps(1.9875691500e-4f);
+    y = _mm256_fmadd_ps(y, x, _mm256_set1_ps(1.3981999507e-3f));
+    y = _mm256_fmadd_ps(y, x, _mm256_set1_ps(8.3334519073e-3f));
+    y = _mm256_fmadd_ps(y, x, _mm256_set1_ps(4.1665795894e-2f));
+    y = _mm256_fmadd_ps(y, x, _mm256_set1_ps(1.6666665459e-1f));
+    y = _mm256_fmadd_ps(y, x, _mm256_set1_ps(5.0000001201e-1f));
+    y = _mm256_add_ps(_mm256_fmadd_ps(y, _mm256_mul_ps(x, x), x), _mm256_set1_ps(1.0f));
+    __m256i power = _mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23);
+    return _mm256_andnot_ps(gone, _mm256_mul_ps(y, _mm256_castsi256_ps(power)));
+}
+
+static inline float sum_of(__m256 x) {
+    __m128 half = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+    half = _mm_add_ps(half, _mm_movehl_ps(half, half));
+    return _mm_cvtss_f32(_mm_add_ss(half, _mm_movehdup_ps(half)));
+}
+
+/* Turns `n` scores into weights; returns their sum. `scores` is padded to a multiple of 8. */
+static float softmax(float *scores, long n) {
+    long padded = (n + 7) / 8 * 8;
+    for (long i = n; i < padded; i++) scores[i] = -INFINITY;
+    __m256 most = _mm256_set1_ps(-INFINITY), total = _mm256_setzero_ps();
+    for (long i = 0; i < padded; i += 8) most = _mm256_max_ps(most, _mm256_loadu_ps(scores + i));
+    float top = -INFINITY, lane[8];
+    _mm256_storeu_ps(lane, most);
+    for (int i = 0; i < 8; i++) top = lane[i] > top ? lane[i] : top;
+    for (long i = 0; i < padded; i += 8) {
+        __m256 weight = exp_of(_mm256_sub_ps(_mm256_loadu_ps(scores + i), _mm256_set1_ps(top)));
+        _mm256_storeu_ps(scores + i, weight);
+        total = _mm256_add_ps(total, weight);
+    }
+    return sum_of(total);
+}
+
+/* `heads` query heads over the first `n` positions of one key head; `dim` is a multiple of 8. */
+static inline __attribute__((always_inline)) void attend(
+    const int heads, const float *q, long q_stride, const float *keys, const float *values, float *out,
+    long out_stride, long n, long dim, float scale, float *scores, long room) {
+    for (long p = 0; p < n; p++) {
+        lanes sum[SHARE];
+        const float *key = keys + p * dim;
+#pragma GCC unroll 4
+        for (int h = 0; h < heads; h++) sum[h] = (lanes){0};
+        for (long d = 0; d < dim; d += 8) {
+            lanes part = *(const lanes *)(key + d);
+#pragma GCC unroll 4
+            for (int h = 0; h < heads; h++) sum[h] += part * *(const lanes *)(q + h * q_stride + d);
+        }
+#pragma GCC unroll 4
+        for (int h = 0; h < heads; h++) scores[h * room + p] = sum_of(sum[h]) * scale;
+    }
+    float total[SHARE];
+    for (int h = 0; h < heads; h++) total[h] = softmax(scores + h * room, n);
+    long d = 0;
+    for (; d + 16 <= dim; d += 16) {
+        lanes sum[SHARE][2];
+#pragma GCC unroll 4
+        for (int h = 0; h < heads; h++) sum[h][0] = sum[h][1] = (lanes){0};
+        for (long p = 0; p < n; p++) {
+            lanes low = *(const lanes *)(values + p * dim + d), high = *(const lanes *)(values + p * dim + d + 8);
+#pragma GCC unroll 4
+            for (int h = 0; h < heads; h++) {
+                lanes weight = _mm256_broadcast_ss(scores + h * room + p);
+                sum[h][0] += weight * low;
+                sum[h][1] += weight * high;
+            }
+        }
+#pragma GCC unroll 4
+        for (int h = 0; h < heads; h++) {
+            lanes whole = _mm256_set1_ps(total[h]);
+            *(lanes *)(out + h * out_stride + d) = sum[h][0] / whole;
+            *(lanes *)(out + h * out_stride + d + 8) = sum[h][1] / whole;
+        }
+    }
+    if (d < dim) {
+        lanes sum[SHARE];
+#pragma GCC unroll 4
+        for (int h = 0; h < heads; h++) sum[h] = (lanes){0};
+        for (long p = 0; p < n; p++)
+#pragma GCC unroll 4
+            for (int h = 0; h < heads; h++)
+                sum[h] += (lanes)_mm256_broadcast_ss(scores + h * room + p) * *(const lanes *)(values + p * dim + d);
+#pragma GCC unroll 4
+        for (int h = 0; h < heads; h++) *(lanes *)(out + h * out_stride + d) = sum[h] / _mm256_set1_ps(total[h]);
+    }
+}
+
+/* out [batch, kv_heads * share, dim]; row b looks at the first counts[b] positions of slot b.
+ * Returns 0, or 1 if there was no memory for the scores. */
+long rollmill_attend(
+    const float *q, long q_row, long q_head, const float *keys, const float *values, long slot, long head,
+    const int64_t *counts, float *out, long batch, long kv_heads, long share, long dim, float scale, long threads) {
+    long longest = 0, failed = 0;
+    for (long b = 0; b < batch; b++) longest = counts[b] > longest ? counts[b] : longest;
+    long room = (longest + 7) / 8 * 8;
+#pragma omp parallel num_threads(threads) if (threads > 1)
+    {
+        float *scores = malloc(SHARE * room * sizeof(float));
+        if (!scores) {
+#pragma omp atomic write
+            failed = 1;
+        }
+#pragma omp for schedule(static)
+        for (long job = 0; job < batch * kv_heads; job++) {
+            if (!scores) continue;
+            long b = job / kv_heads, kv = job % kv_heads;
+            const float *k = keys + b * slot + kv * head, *v = values + b * slot + kv * head;
+            for (long first = 0; first < share; first += SHARE) {
+                long h = kv * share + first;
+                const float *from = q + b * q_row + h * q_head;
+                float *to = out + (b * kv_heads * share + h) * dim;
+                switch (share - first) {
+                case 1: attend(1, from, q_head, k, v, to, dim, counts[b], dim, scale, scores, room); break;
+                case 2: attend(2, from, q_head, k, v, to, dim, counts[b], dim, scale, scores, room); break;
+                case 3: attend(3, from, q_head, k, v, to, dim, counts[b], dim, scale, scores, room); break;
+                default: attend(4, from, q_head, k, v, to, dim, counts[b], dim, scale, scores, room); break;
+                }
+            }
+        }
+        free(scores);
+    }
+    return failed;
 }

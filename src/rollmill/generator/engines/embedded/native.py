@@ -28,6 +28,8 @@ _FLAGS = ("-O3", "-mavx2", "-mfma", "-fopenmp", "-fPIC", "-std=gnu11")
 _COMPILE_DEADLINE_S = 60.0
 _PANEL = 16
 _PROOF_TOLERANCE = 1e-5
+DIM_STEP = 8
+"""Attention needs a head dimension that is a multiple of this."""
 
 
 class Kernels:
@@ -42,6 +44,10 @@ class Kernels:
         self._pack, self._linear = library.rollmill_pack, library.rollmill_linear
         self._pack.argtypes, self._pack.restype = [pointer, pointer, number, number, number], None
         self._linear.argtypes, self._linear.restype = [pointer] * 3 + [number] * 4, None
+        self._attend = library.rollmill_attend
+        self._attend.argtypes = [pointer, number, number, pointer, pointer, number, number, pointer, pointer]
+        self._attend.argtypes += [number] * 4 + [ctypes.c_float, number]
+        self._attend.restype = number
 
     def new_packed(self, *, outputs: int, inputs: int) -> torch.Tensor:
         """Return room for a packed weight of this shape: float32, one dimension."""
@@ -57,6 +63,44 @@ class Kernels:
         m, inputs = rows.shape
         out = torch.empty(m, outputs, dtype=torch.float32)
         self._linear(rows.data_ptr(), packed.data_ptr(), out.data_ptr(), m, outputs, inputs, torch.get_num_threads())
+        return out
+
+    def attend(
+        self, rows: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, *, counts: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        """Return softmax attention of row b over the first `counts[b]` tokens of slot b.
+
+        Args:
+            rows: float32 [batch, heads, dim], the last dimension contiguous; `dim` a multiple of `DIM_STEP`.
+            keys: float32 [slots, kv_heads, length, dim], contiguous in each head.
+            values: as keys.
+            counts: int64 [batch], from 1 to `length`.
+            scale: factor of the scores.
+        """
+        batch, heads, dim = rows.shape
+        kv_heads = keys.shape[1]
+        if rows.stride(2) != 1:
+            rows = rows.contiguous()
+        out = torch.empty(batch, heads, dim, dtype=torch.float32)
+        failed = self._attend(
+            rows.data_ptr(),
+            rows.stride(0),
+            rows.stride(1),
+            keys.data_ptr(),
+            values.data_ptr(),
+            keys.stride(0),
+            keys.stride(1),
+            counts.data_ptr(),
+            out.data_ptr(),
+            batch,
+            kv_heads,
+            heads // kv_heads,
+            dim,
+            scale,
+            torch.get_num_threads(),
+        )
+        if failed:
+            raise MemoryError(f"no memory for the attention scores of {int(counts.max())} tokens")
         return out
 
 
@@ -132,3 +176,12 @@ def _prove(kernels: Kernels) -> None:
         error = float((kernels.linear(rows, packed, outputs=outputs) - expected).abs().max()) / inputs**0.5
         if not error <= _PROOF_TOLERANCE:
             raise _unavailable(f"their product of [{m}, {inputs}] and [{inputs}, {outputs}] is off by {error:.1e}")
+    rows, keys, values = (
+        torch.randn(*shape, generator=numbers) for shape in ((2, 3, 24), (2, 1, 9, 24), (2, 1, 9, 24))
+    )
+    attended = kernels.attend(rows, keys, values, counts=torch.tensor([9, 4]), scale=0.5)
+    for row, count in enumerate((9, 4)):
+        scores = 0.5 * rows[row].double() @ keys[row, 0, :count].double().T
+        error = float((attended[row] - scores.softmax(-1) @ values[row, 0, :count].double()).abs().max())
+        if not error <= _PROOF_TOLERANCE:
+            raise _unavailable(f"their attention over {count} tokens is off by {error:.1e}")

@@ -60,12 +60,14 @@ class DecodeBatch:
     Attributes:
         token_ids: int64 [n], the newest token of each.
         positions: int64 [n], its position.
-        mask: float [n, 1, 1, length].
+        counts: int64 [n], how many tokens of its slot each looks at.
+        mask: float [n, 1, 1, length], or `None` where compiled kernels attend.
     """
 
     token_ids: torch.Tensor
     positions: torch.Tensor
-    mask: torch.Tensor
+    counts: torch.Tensor
+    mask: torch.Tensor | None
 
     def alone(self) -> PackedPass:
         """Return the pass that does nothing else."""
@@ -73,6 +75,7 @@ class DecodeBatch:
             write_rows=None,
             write_slots=torch.arange(len(self.token_ids)),
             write_positions=self.positions,
+            decode_counts=self.counts,
             decode_mask=self.mask,
         )
         return PackedPass(token_ids=self.token_ids, positions=self.positions, plan=plan, keep=None)
@@ -139,6 +142,7 @@ class PrefillPlanner:
                 write_rows=write[0],
                 write_slots=write[1],
                 write_positions=write[2],
+                decode_counts=None if decode is None else decode.counts,
                 decode_mask=None if decode is None else decode.mask,
                 segments=tuple(segments),
             ),

@@ -88,8 +88,9 @@ def _plain(
 ) -> tuple[np.ndarray, np.ndarray]:
     rows, vocabulary = logits.shape
     blocks = -(-vocabulary // _BLOCK)
-    weights = logits.new_zeros(rows, blocks * _BLOCK)
+    weights = logits.new_empty(rows, blocks * _BLOCK)
     torch.exp(logits, out=weights[:, :vocabulary])
+    weights[:, vocabulary:] = 0.0
     weights = weights.view(rows, blocks, _BLOCK)
     block_cdf = weights.sum(-1).double().cumsum(-1)
     total = block_cdf[:, -1].numpy()
