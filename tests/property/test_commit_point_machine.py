@@ -124,6 +124,37 @@ def test_killed_anywhere_in_its_life_the_run_ends_with_each_task_trained_once(sh
     end_after(int(share * end_after(NEVER)))
 
 
+def test_samples_of_weights_that_were_published_and_never_recorded_are_dropped_with_the_reason() -> None:
+    """The trainer is killed between publication and record, after the replica has sampled with those weights."""
+    world = CrashWorld(max_staleness=2)
+    with world.killer:
+        turn = 0
+        while world.trainer.batch is None or world.trainer.version is None:
+            turns = world.turns()
+            turns[turn % len(turns)]()
+            turn += 1
+        unrecorded = world.trainer.version
+        controller = world.controller
+        assert controller is not None
+        controller.look()
+        controller.load()
+        assert controller.served == unrecorded
+        for rollout_id in list(controller.flights):
+            controller.finish(rollout_id)
+        sampled = {group for group in world.store.waiting_groups() if unrecorded in world.sampled_with[group]}
+        assert sampled
+        survive(world)
+        assert unrecorded in world.incarnation.abandoned_versions
+        play(world)
+        trained = {group for _, record in world.store.steps() for group in record.group_ids}
+        assert not trained & sampled
+        assert world.controller is not None
+        ledger = world.controller.core.ledger
+        assert {ledger.reason_of(f"{group}/0") for group in sampled} == {"abandoned_history"}
+        world.check_end()
+        world.close()
+
+
 @pytest.mark.slow
 def test_killed_at_every_single_operation_the_run_ends_with_each_task_trained_once() -> None:
     operations = end_after(NEVER)
