@@ -181,16 +181,28 @@ class Run:
         self._output = self.log.open("ab")
         self.command: subprocess.Popen[bytes] | None = None
 
-    def start(self) -> None:
-        """Begin the run, or go on with it."""
+    def start(self, *, largest_file_bytes: int | None = None) -> None:
+        """Begin the run, or go on with it.
+
+        Args:
+            largest_file_bytes: a write beyond it is refused, in all processes of the run, as a full disk refuses it.
+        """
         begun = (self.directory / "config.json").exists()
         arguments = ["--resume", str(self.directory)] if begun else [str(self.config)]
         if not begun and self.directory.exists():
             # Killed while the run directory was being made: nothing was acknowledged, the user begins anew.
             for path in sorted(self.directory.rglob("*"), reverse=True):
                 path.unlink() if path.is_file() else path.rmdir()
+        command = [sys.executable, "-m", "rollmill.cli", "train", *arguments, "--json"]
+        if largest_file_bytes is not None:
+            limited = (
+                "import os, resource, sys; "
+                f"resource.setrlimit(resource.RLIMIT_FSIZE, ({largest_file_bytes}, {largest_file_bytes})); "
+                "os.execv(sys.argv[1], sys.argv[1:])"
+            )
+            command = [sys.executable, "-c", limited, *command]
         self.command = subprocess.Popen(
-            [sys.executable, "-m", "rollmill.cli", "train", *arguments, "--json"],
+            command,
             stdout=self._output,
             stderr=self._output,
         )
@@ -500,9 +512,11 @@ def chain(folder: Path, *, job: Job, seed: int, kills: int, policy: str = "stop"
 
 
 def draw(rng: random.Random, kills: int) -> Iterator[tuple[str, Moment]]:
-    """Yield victims and moments; each moment and each victim comes equally often over many kills."""
-    for _ in range(kills):
-        yield rng.choice(VICTIMS), rng.choice(list(Moment))
+    """Yield victims and moments; the end of a run comes once, so it is drawn for the last kill only, and often."""
+    before = [moment for moment in Moment if moment is not Moment.FINISH]
+    for number in range(kills):
+        last = number == kills - 1
+        yield rng.choice(VICTIMS), Moment.FINISH if last and rng.random() < 0.6 else rng.choice(before)
 
 
 def _to_the_end(run: Run) -> int:
