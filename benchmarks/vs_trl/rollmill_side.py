@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,8 @@ OWNER = "benchmark"
 class Keeper:
     """Keeps every second version: holds it in the repository, and gives its file a second name, without a copy.
 
+    The time of a version is when it could be seen here, up to `LOOK_EVERY_S` after it was complete.
+
     Args:
         repository: the run's.
         folder: where the second names go; on the file system of the tensors.
@@ -36,10 +39,11 @@ class Keeper:
         self._repository = repository
         self._folder = folder
         self._seen = 0
-        self.kept: list[tuple[WeightManifest, Path]] = []
+        self.kept: list[tuple[WeightManifest, Path, float]] = []
 
     def look(self) -> None:
         """Keep what was published since the last look. A look comes long before a version can be retired."""
+        now_s = time.monotonic()
         latest = self._repository.latest()
         newest = 0 if latest is None else latest.policy_version
         for version in range(self._seen + 1, newest + 1):
@@ -49,11 +53,11 @@ class Keeper:
                 self._repository.hold(version, owner=OWNER)
                 name = self._folder / f"step-{step:04d}.safetensors"
                 os.link(manifest.location, name)
-                self.kept.append((manifest, name))
+                self.kept.append((manifest, name, now_s))
         self._seen = newest
 
 
-def overrides(item: Item, *, folder: Path) -> list[str]:
+def differences(item: Item, *, folder: Path) -> list[str]:
     """Return what differs from the example's configuration."""
     return [
         "run.name=run",
@@ -71,13 +75,20 @@ def overrides(item: Item, *, folder: Path) -> list[str]:
     ]
 
 
-def run(item: Item, *, config_path: Path, config: RollmillConfig, evaluator: Evaluator) -> dict[str, Any]:
-    """Return the record of one run of Rollmill."""
+def run(
+    item: Item, *, config_path: Path, overrides: Sequence[str], config: RollmillConfig, evaluator: Evaluator
+) -> dict[str, Any]:
+    """Return the record of one run of Rollmill.
+
+    Args:
+        overrides: of the configuration file, beside those of the item.
+        config: what they make together.
+    """
     with tempfile.TemporaryDirectory(prefix="vs-trl-") as name:
         folder = Path(name)
         layout = ProcessLayout(folder / "run")
         command = [sys.executable, "-m", "rollmill.cli", "train", str(config_path), "--json"]
-        for setting in overrides(item, folder=folder):
+        for setting in [*overrides, *differences(item, folder=folder)]:
             command += ["--set", setting]
         started_s = time.monotonic()
         with tempfile.TemporaryDirectory(prefix="vs-trl-", dir=_beside_tensors(config, folder)) as kept:
@@ -131,8 +142,8 @@ def _record(
 
     evaluating_s = time.monotonic()
     points: list[dict[str, Any]] = []
-    for manifest, path in keeper.kept:
-        point = {"step": manifest.optimizer_step, **spent(manifest.published_at_s), **evaluator.accuracy(path)}
+    for manifest, path, seen_at_s in keeper.kept:
+        point = {"step": manifest.optimizer_step, **spent(seen_at_s), **evaluator.accuracy(path)}
         points.append(point)
         path.unlink()
         if time_to(points, target=STOP_AT, key="step") is not None:
