@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rollmill.errors import RunDirectoryError, WeightError
+from rollmill.errors import InvariantViolation, RunDirectoryError, WeightError
 from rollmill.weights import LocalModelRepository, resolve_transport, sweep_shared_memory
 from rollmill.weights.transport import shared_folder
 
@@ -144,3 +144,115 @@ def test_listing_and_holding_need_no_torch(tmp_path):
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert (done.stdout, done.stderr) == ("1 0\n", "")
+
+
+def in_memory(tmp_path, *, keep_versions: int = 1) -> LocalModelRepository:
+    (tmp_path / "shared").mkdir(exist_ok=True)
+    return LocalModelRepository(
+        tmp_path / "w", transport="shm", keep_versions=keep_versions, shared_memory=tmp_path / "shared"
+    )
+
+
+def inode(manifest) -> int:
+    return Path(manifest.location).stat().st_ino
+
+
+def test_a_publication_is_written_into_the_memory_of_a_retired_version(tmp_path):
+    repository = in_memory(tmp_path)
+    first = inode(publish(repository))
+    second = publish(repository, step=1)
+    assert repository.retire() == [1]
+    third = publish(repository, step=2)
+    assert inode(third) == first != inode(second)
+    assert repository.load(3)["w"].tolist() == [2, 2, 2, 2]
+
+
+def test_memory_that_somebody_still_reads_is_not_written_again(tmp_path):
+    repository = in_memory(tmp_path)
+    first = inode(publish(repository))
+    reader = repository.load(1)
+    publish(repository, step=1)
+    repository.retire()
+    third = publish(repository, step=2)
+    assert inode(third) != first
+    assert reader["w"].tolist() == [0, 0, 0, 0]
+    # the spare is not kept for later either: its memory belongs to the reader alone now
+    assert sorted(path.name for path in Path(third.location).parent.glob("*.safetensors")) == [
+        "v000002.safetensors",
+        "v000003.safetensors",
+    ]
+
+
+def test_a_version_that_shares_its_file_with_another_leaves_no_spare(tmp_path):
+    repository = in_memory(tmp_path)
+    publish(repository)
+    again = repository.republish(1, history_id="h", at_s=1.0)
+    assert repository.retire() == [1]
+    publish(repository, step=1)
+    assert repository.load(again.policy_version)["w"].tolist() == [0, 0, 0, 0]
+
+
+def test_room_for_the_next_publication_is_made_ahead_and_used(tmp_path):
+    repository = in_memory(tmp_path, keep_versions=3)
+    assert not repository.reserve()  # of what size?
+    manifest = publish(repository)
+    assert repository.reserve()
+    assert repository.reserve()
+    spare = Path(manifest.location).with_name("spare.safetensors")
+    made = spare.stat()
+    assert made.st_size == Path(manifest.location).stat().st_size
+    assert inode(publish(repository, step=1)) == made.st_ino
+    assert not spare.exists()
+
+
+def test_what_is_copied_stays_what_it_is_and_is_invisible_until_the_commit(tmp_path):
+    repository = in_memory(tmp_path)
+    weights = {"w": torch.zeros(4)}
+    publication = repository.prepare(
+        weights, optimizer_step=0, parent=None, history_id="h", training_dtype="float32", at_s=0.0
+    )
+    weights["w"] += 1.0
+    assert repository.latest() is None
+    with pytest.raises(WeightError, match="is publishing"):
+        publish(in_memory(tmp_path))
+    assert publication.tensors()["w"].tolist() == [0, 0, 0, 0]
+    manifest = publication.commit(canary=None)
+    assert (manifest.policy_version, publication.policy_version) == (1, 1)
+    assert repository.load(1)["w"].tolist() == [0, 0, 0, 0]
+    publication.abandon()  # it has ended: nothing happens
+    assert repository.available() == (1,)
+
+
+def test_an_abandoned_publication_leaves_nothing_and_lets_the_next_in(tmp_path):
+    repository = in_memory(tmp_path)
+    publication = repository.prepare(
+        {"w": torch.zeros(4)}, optimizer_step=0, parent=None, history_id="h", training_dtype="float32", at_s=0.0
+    )
+    publication.abandon()
+    assert not list(tmp_path.glob("**/*.safetensors*"))
+    with pytest.raises(InvariantViolation, match="has ended"):
+        publication.commit(canary=None)
+    assert publish(repository).policy_version == 1
+
+
+@pytest.mark.parametrize("transport", ["shm", "file"])
+def test_a_roll_back_is_an_old_version_under_a_new_number_and_copies_nothing(tmp_path, shared, transport):
+    repository = LocalModelRepository(tmp_path / "w", transport=transport, shared_memory=shared)
+    first = publish(repository, step=3)
+    publish(repository, step=4)
+    back = repository.republish(1, history_id="h2", at_s=9.0)
+    assert (back.policy_version, back.parent, back.optimizer_step) == (3, 1, 3)
+    assert (back.history_id, back.published_at_s, back.digest) == ("h2", 9.0, first.digest)
+    assert inode(back) == inode(first)
+    assert repository.latest() == back
+    assert repository.load(3)["w"].tolist() == [3, 3, 3, 3]
+
+
+def test_a_version_that_is_gone_cannot_be_rolled_back_to(tmp_path):
+    repository = in_memory(tmp_path)
+    for step in range(2):
+        publish(repository, step=step)
+    repository.retire()
+    with pytest.raises(WeightError, match="version 1 has no tensors any more"):
+        repository.republish(1, history_id="h", at_s=0.0)
+    assert repository.latest().policy_version == 2
