@@ -53,7 +53,7 @@ class RunSettings(Section):
     """On Ctrl-C, time for the processes to stop cleanly before they are killed."""
     on_generator_loss: Literal["restart", "wait", "degrade", "stop"] = knob("restart")
     """A replica process died or serves nothing any more: `restart` it with the newest weights, `wait` for somebody to
-    start it, `degrade` to the replicas that are left (without any, train what is buffered and end), or `stop` the run."""
+    start it, `degrade` to the replicas that are left (without any, train what is buffered and end), or `stop`."""
     on_trainer_loss: Literal["restart", "stop"] = knob("stop")
     """The trainer died: `restart` it from the newest checkpoint while the generator lives on, or `stop` the run."""
     on_controller_loss: Literal["restart", "stop"] = knob("stop")
@@ -61,7 +61,7 @@ class RunSettings(Section):
     restart_budget: int = knob(
         3, unit="restarts", raising="tolerates a flakier process", lowering="a broken process ends the run sooner", ge=0
     )
-    """Restarts of one process without an optimizer step between them; a step gives all of them back."""
+    """Restarts of one process without an optimizer step between them; a step further than ever gives them all back."""
     replica_deadline_s: float = knob(
         300.0, unit="s", raising="more time to start a replica by hand", lowering="the run ends sooner", gt=0
     )

@@ -81,14 +81,22 @@ class LossRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Chain(msgspec.Struct, frozen=True, kw_only=True):
-    """Losses of one process with no optimizer step between them, oldest first.
+    """Losses of one process with no progress between them, oldest first.
 
     Attributes:
-        steps_recorded: newest row of the step records when the last of them was decided.
+        reached_step: highest optimizer step that the run had reached when the first of them came.
     """
 
     losses: tuple[LossRecord, ...] = ()
-    steps_recorded: int = 0
+    reached_step: int = 0
+
+    def at(self, reached_step: int) -> Chain:
+        """Return the chain that a loss belongs to now: a new one if the run has got further than ever before.
+
+        Steps that are made again after a return to a checkpoint are no progress: a trainer that fails at the same step
+        each time would go on for ever.
+        """
+        return self if reached_step <= self.reached_step else Chain(reached_step=reached_step)
 
     def restarts_left(self, budget: int) -> int:
         """Return how many restarts the budget still allows."""

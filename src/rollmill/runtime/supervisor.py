@@ -92,6 +92,7 @@ class Supervisor:
         self._children: dict[str, Child] = {}
         self._ended: list[Child] = []
         self._chains: dict[str, Chain] = {}
+        self._seen_row = self._reached_step = 0
         self._due_s: dict[str, float] = {}
         self._awaited_until_s: dict[str, float] = {}
         self._reconciled_by_s: float | None = None
@@ -195,29 +196,27 @@ class Supervisor:
     # a loss
 
     def _chain(self, name: str) -> Chain:
-        """Return the losses of a process since the run last made progress without it failing."""
-        chain = self._chains.get(name, Chain())
-        newest = self._newest_step_row(after=chain.steps_recorded)
-        if newest > chain.steps_recorded:
-            return Chain(steps_recorded=newest)
-        return chain
+        """Return the losses of a process since the run last got further."""
+        self._look_at_progress()
+        return self._chains.get(name, Chain()).at(self._reached_step)
 
-    def _newest_step_row(self, *, after: int) -> int:
-        """Return the newest row of the step records, also of abandoned histories: rows only grow."""
+    def _look_at_progress(self) -> None:
+        """Note the highest optimizer step that was ever recorded, in abandoned histories too."""
         if not self._layout.store.exists():
-            return after
+            return
         try:
             store = SqliteStore(self._layout.store, create=False)
         except RollmillError:
             # A store that cannot be read shows no progress; whoever needs it says what is wrong with it.
-            return after
+            return
         try:
-            rows = [row for old in (False, True) for row, _ in store.steps(after=after, abandoned=old)]
+            found = [one for old in (False, True) for one in store.steps(after=self._seen_row, abandoned=old)]
         except RollmillError:
-            return after
+            return
         finally:
             store.close()
-        return max(rows, default=after)
+        self._seen_row = max((row for row, _ in found), default=self._seen_row)
+        self._reached_step = max([self._reached_step, *(record.optimizer_step for _, record in found)])
 
     def _lose(
         self, child: Child, status: int | None, *, action: Action, own: FailureRecord | None, chain: Chain
@@ -243,7 +242,7 @@ class Supervisor:
             ),
         )
         append_loss(self._layout.losses, loss)
-        self._chains[child.name] = chain = Chain(losses=(*chain.losses, loss), steps_recorded=chain.steps_recorded)
+        self._chains[child.name] = chain = Chain(losses=(*chain.losses, loss), reached_step=chain.reached_step)
         if serving_pid(self._layout.address(child.name)) in (child.pid, None):
             self._layout.address(child.name).unlink(missing_ok=True)
         if action is Action.FAIL:

@@ -114,6 +114,13 @@ def test_each_loss_without_a_step_between_takes_one_restart() -> None:
     assert Chain().restarts_left(0) == 0
 
 
+def test_only_a_step_beyond_those_ever_made_gives_the_budget_back() -> None:
+    chain = Chain(losses=(loss(), loss()), reached_step=6)
+    # The trainer went back to step 4 and made 5 and 6 again, then failed as before.
+    assert chain.at(6) == chain
+    assert chain.at(7) == Chain(reached_step=7)
+
+
 def test_a_used_up_budget_is_told_with_the_first_cause_and_the_count() -> None:
     first, later = loss(message="CUDA error 700"), loss(message="address in use", at_wall_s=2.0)
     cause = first_cause_of(Chain(losses=(first, later, later)), budget=2)
