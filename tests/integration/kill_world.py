@@ -464,6 +464,8 @@ def _check_surviving_history(run: Run) -> None:
     )
     view = books.scheduler.view()
     assert view.optimizer_step == len(records)
+    told = {line["step"] for line in lines(run.directory / "metrics.jsonl")}
+    assert told == set(range(1, len(records) + 1)), "metrics.jsonl has not heard of every step"
     assert view.trained == len(trained) * group_size, "they disagree on what is trained"
     assert view.buffered == len(waiting) * group_size, "they disagree on what waits"
     checkpoint = latest_checkpoint(run.layout.checkpoints)
