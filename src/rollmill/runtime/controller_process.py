@@ -298,7 +298,7 @@ class _Run:
             await self.watch.join_anew()
             return
         until_s = self.clock.now_s() + REPLICA_DEADLINE_S
-        while missing := [name for name in self.watch.names if name not in self.watch.clients]:
+        while missing := self.watch.still_coming(incarnation=self.context.incarnation.number):
             self._check_trainer()
             if self.clock.now_s() >= until_s:
                 raise DeadlineExceeded(
@@ -422,9 +422,8 @@ class _Run:
         return self.reporter.evaluated(label, result)
 
     async def _ask_all(self, label: str, *, attempt: int) -> EvaluationResult:
-        loaded = [status.policy_version for status in await self.watch.poll()]
-        self.watch.evaluating = max(loaded, default=None)
-        try:
+        loaded = max((status.policy_version for status in await self.watch.poll()), default=None)
+        with contextlib.nullcontext() if loaded is None else self.watch.evaluating(loaded):
             return await run_evaluation(
                 self.config,
                 environment=self.environment,
@@ -434,8 +433,6 @@ class _Run:
                 # Ids are used once: those of a controller that was lost may still be in the engine.
                 label=f"eval-{self.context.life}.{self._session_number}.{attempt}-{label}",
             )
-        finally:
-            self.watch.evaluating = None
 
     # the end
 
