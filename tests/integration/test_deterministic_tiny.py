@@ -114,13 +114,17 @@ def wait_for_steps(run: Path, count: int, process: subprocess.Popen[str]) -> Non
         assert time.monotonic() < until, f"step {count} did not come"
 
 
+def processes_of(run: Path) -> list[psutil.Process]:
+    return [
+        process
+        for process in psutil.process_iter(["cmdline"])
+        if str(run) in " ".join(process.info["cmdline"] or []) and process.pid != os.getpid()
+    ]
+
+
 def kill(process: subprocess.Popen[str], run: Path) -> None:
     """Kill the supervisor; the kernel ends the others with it."""
-    others = [
-        other
-        for other in psutil.process_iter(["cmdline"])
-        if str(run) in " ".join(other.info["cmdline"] or []) and other.pid not in (process.pid, os.getpid())
-    ]
+    others = [other for other in processes_of(run) if other.pid != process.pid]
     assert len(others) >= 3
     process.kill()
     process.wait(timeout=DEADLINE_S)
@@ -166,6 +170,27 @@ def test_main_job_deterministic_twice_and_killed_and_resumed_gives_the_same_bits
         rollouts = summary["rollouts"]
         assert rollouts["trained"] == 6 * 2 * 4
         assert rollouts["admitted"] == rollouts["trained"] + rollouts["buffered"] + sum(rollouts["dropped"].values())
+
+
+def test_a_run_that_lost_each_process_and_restarted_it_gives_the_same_bits(tmp_path: Path) -> None:
+    straight, first = new_run(tmp_path, "straight", steps=8)
+    config = tmp_path / "lossy.toml"
+    config.write_text(CONFIG.format(name="lossy", directory=tmp_path / "runs", steps=8))
+    restart = ["--set", "run.on_trainer_loss=restart", "--set", "run.on_controller_loss=restart"]
+    lossy, second = start(str(config), *restart), tmp_path / "runs" / "lossy"
+    for step, victim in ((1, "generator-0"), (3, "controller"), (5, "trainer")):
+        wait_for_steps(second, step, lossy)
+        (process,) = [p for p in processes_of(second) if victim in p.info["cmdline"]]
+        process.kill()
+    finish(straight)
+    summary = finish(lossy)
+    assert {name: losses["losses"] for name, losses in summary["restarts"].items()} == {
+        "generator-0": 1,
+        "controller": 1,
+        "trainer": 1,
+    }
+    assert len(tensor_digests(first)) == 8
+    assert tensor_digests(second) == tensor_digests(first)
 
 
 def test_another_seed_gives_other_bits(tmp_path: Path) -> None:
