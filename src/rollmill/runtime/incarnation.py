@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from rollmill.errors import RunDirectoryError
+from rollmill.weights.files import fsync_directory
 
 T = TypeVar("T")
 
@@ -116,11 +117,21 @@ class ProcessSeconds(msgspec.Struct, frozen=True, kw_only=True):
     closed: bool = True
 
 
-def write_record(path: Path, record: Any) -> None:
-    """Write a record as readable JSON, atomically."""
+def write_record(path: Path, record: Any, *, durable: bool = False) -> None:
+    """Write a record as readable JSON, atomically.
+
+    Args:
+        durable: it must survive a power cut too, not only a kill.
+    """
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    partial.write_bytes(msgspec.json.format(msgspec.json.encode(record), indent=2))
+    with partial.open("wb") as file:
+        file.write(msgspec.json.format(msgspec.json.encode(record), indent=2))
+        if durable:
+            file.flush()
+            os.fsync(file.fileno())
     os.replace(partial, path)
+    if durable:
+        fsync_directory(path.parent)
 
 
 def read_record(path: Path, kind: type[T]) -> T:

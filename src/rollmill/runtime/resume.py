@@ -27,7 +27,7 @@ WITNESS_BYTES = 8 << 20
 def first_incarnation(layout: ProcessLayout) -> Incarnation:
     """Write and return the first incarnation of a new run."""
     incarnation = Incarnation(number=1, history_id=history_of(1))
-    write_record(layout.incarnation, incarnation)
+    write_record(layout.incarnation, incarnation, durable=True)
     return incarnation
 
 
@@ -42,6 +42,9 @@ def next_incarnation(layout: ProcessLayout, *, replicas_live: bool = False) -> I
         CheckpointError: if there are checkpoints and none of them verifies.
         StoreError: if the store is damaged or cannot be reconciled.
     """
+    if not layout.incarnation.exists() and not layout.store.exists():
+        # Killed before any process began: there is nothing to go back to, and nothing to lose.
+        return first_incarnation(layout)
     before = read_record(layout.incarnation, Incarnation)
     checkpoint = newest_checkpoint(layout.checkpoints)
     commit = commit_point(checkpoint)
@@ -71,7 +74,7 @@ def next_incarnation(layout: ProcessLayout, *, replicas_live: bool = False) -> I
     for stale in () if replicas_live else layout.processes.glob("*.address.json"):
         stale.unlink()
     layout.failure.unlink(missing_ok=True)
-    write_record(layout.incarnation, incarnation)
+    write_record(layout.incarnation, incarnation, durable=True)
     return incarnation
 
 

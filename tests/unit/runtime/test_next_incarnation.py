@@ -10,7 +10,7 @@ import torch
 
 from buffer_builders import a_step, assign, commit_at, drop, put
 from rollmill.buffer import SqliteStore
-from rollmill.errors import CheckpointError, StoreError
+from rollmill.errors import CheckpointError, RunDirectoryError, StoreError
 from rollmill.runtime.layout import ProcessLayout
 from rollmill.runtime.resume import abandoned_versions, first_incarnation, next_incarnation
 from rollmill.weights import LocalModelRepository, write_checkpoint
@@ -178,4 +178,17 @@ def test_a_store_that_is_gone_while_a_checkpoint_is_there_is_refused(tmp_path: P
     checkpoint(layout, 2, "g1", "g2")
     layout.store.unlink()
     with pytest.raises(StoreError, match="Checkpoint and store belong to different runs"):
+        next_incarnation(layout)
+
+
+def test_a_run_that_was_killed_before_its_first_process_began_begins_on_resume(tmp_path: Path) -> None:
+    layout = ProcessLayout(tmp_path)
+    layout.processes.mkdir()
+    assert next_incarnation(layout) == first_incarnation(layout)
+
+
+def test_a_store_without_the_record_of_a_start_is_not_taken_for_a_new_run(tmp_path: Path) -> None:
+    layout = a_run(tmp_path, steps=1)
+    layout.incarnation.unlink()
+    with pytest.raises(RunDirectoryError, match=r"incarnation\.json is missing"):
         next_incarnation(layout)
