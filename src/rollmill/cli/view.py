@@ -102,6 +102,12 @@ def sentence_of(event: dict[str, Any]) -> str:
         case "controller_restarted":
             return "a new controller goes on where the journal ends"
         case "evaluation_skipped":
-            return f"no evaluation: {event['reason']}"
+            which = f" ({event['label']})" if "label" in event else ""
+            return f"no evaluation{which}: {event['reason']}"
+        case "evaluator_lost":
+            again = "; tried again" if event["attempt"] < event["attempts"] else ""
+            return f"the replica of evaluation {event['label']!r} was lost: {event['reason']}{again}"
+        case "evaluation_failed":
+            return f"evaluation {event['label']!r} failed, the run goes on: {event['reasons'][-1]}"
         case _:
             return ""

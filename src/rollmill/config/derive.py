@@ -129,7 +129,7 @@ def derive(config: RollmillConfig, *, facts: Any = None) -> Derived:
     rollouts = schedule.batch_groups * schedule.group_size
     model = None if facts is None else ModelFacts.of(facts)
     weights = None if model is None else model.parameters * BYTES_OF["float32"]
-    kept = config.weights.keep_versions + 1  # one more while the newest is being written
+    kept = kept_versions(config)
     return Derived(
         rollouts_per_step=rollouts,
         rollouts_of_run=rollouts * config.run.steps,
@@ -214,6 +214,21 @@ def _either(values: tuple[int, ...]) -> str:
     return " or ".join(str(value) for value in values)
 
 
+def has_evaluator(config: RollmillConfig) -> bool:
+    """Return whether a process of its own answers evaluations while the run trains."""
+    evaluation = config.evaluation
+    return evaluation.replica == "own" and (evaluation.at_start or 0 < evaluation.every_steps < config.run.steps)
+
+
+def kept_versions(config: RollmillConfig) -> int:
+    """Return how many published sets of weights lie in memory at once.
+
+    One more than `weights.keep_versions` while the newest is written; with an evaluator one that is evaluated, and one
+    that may wait for it.
+    """
+    return config.weights.keep_versions + 1 + (2 if has_evaluator(config) else 0)
+
+
 def serving_bytes(config: RollmillConfig) -> int:
     """Return bytes per value in the generator."""
     return BYTES_OF[resolve_dtype(config.generator.dtype)]
@@ -238,6 +253,8 @@ def _memory(config: RollmillConfig, *, model: ModelFacts) -> tuple[Memory, ...]:
         Memory(process=f"generator-{number}", parts=_generator_parts(config, model=model))
         for number in range(config.generator.replicas)
     )
+    if has_evaluator(config):
+        replicas = (*replicas, Memory(process="evaluator", parts=_generator_parts(config, model=model)))
     controller = Memory(process="controller", parts={"process": PLAIN_PROCESS_BYTES})
     scorers = Memory(process="scorers", parts={"process": config.environment.scoring_workers * PLAIN_PROCESS_BYTES})
     return (Memory(process="trainer", parts=_trainer_parts(config, model=model)), *replicas, controller, scorers)
@@ -268,6 +285,9 @@ def _trainer_parts(config: RollmillConfig, *, model: ModelFacts) -> dict[str, in
     }
     if compute != BYTES_OF["float32"]:
         parts["autocast_copies"] = model.parameters * compute
+    if config.trainer.checkpoint_in_background:
+        # Left to itself it copies only where memory allows: no reason to refuse a run.
+        parts["checkpoint_copy"] = 3 * model.parameters * BYTES_OF["float32"]
     if config.algorithm.kl_coefficient > 0:
         parts["reference"] = model.parameters * BYTES_OF["float32"]
     return parts

@@ -6,12 +6,13 @@ reader can see what to change. Decides whether a run is refused; it never change
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 
 from rollmill.config.checks import check, warnings_of
-from rollmill.config.derive import Derived, Memory, ModelFacts, check_divisible, derive
+from rollmill.config.derive import Derived, Memory, ModelFacts, check_divisible, derive, has_evaluator, kept_versions
 from rollmill.config.precision import resolve_dtype
 from rollmill.config.schema import RollmillConfig
 from rollmill.errors import ConfigError
@@ -158,6 +159,7 @@ def _processes(config: RollmillConfig, *, derived: Derived) -> tuple[PlannedProc
             dtype=resolve_dtype(config.generator.dtype),
             memory_bytes=sizes.get("generator-0"),
         ),
+        *_evaluators(config, sizes=sizes),
         PlannedProcess(
             name="trainer",
             count=1,
@@ -175,6 +177,19 @@ def _processes(config: RollmillConfig, *, derived: Derived) -> tuple[PlannedProc
     )
 
 
+def _evaluators(config: RollmillConfig, *, sizes: Mapping[str, int]) -> tuple[PlannedProcess, ...]:
+    if not has_evaluator(config):
+        return ()
+    evaluator = PlannedProcess(
+        name="evaluator",
+        count=1,
+        threads=config.generator.threads,
+        dtype=resolve_dtype(config.generator.dtype),
+        memory_bytes=sizes.get("evaluator"),
+    )
+    return (evaluator,)
+
+
 def _refuse_long_context(config: RollmillConfig, *, model: ModelFacts) -> None:
     longest = config.generator.max_model_len
     if longest > model.max_positions:
@@ -189,15 +204,17 @@ def _transport(config: RollmillConfig, *, derived: Derived, shm_bytes: int | Non
     fits = need is None or shm_bytes is None or need <= shm_bytes
     if fits or need is None or shm_bytes is None:
         return ("file" if wanted == "file" else "shm"), []
-    kept = config.weights.keep_versions + 1
+    kept = kept_versions(config)
+    for_evaluation = ', and two for evaluation.replica "own"' if has_evaluator(config) else ""
+    fewest = kept - config.weights.keep_versions + 2
     sentence = (
-        f"{kept} published sets of weights (keep_versions {config.weights.keep_versions} and the one being written) "
-        f"need {_gb(need)} of shared memory, {_gb(shm_bytes)} are free"
+        f"{kept} published sets of weights (keep_versions {config.weights.keep_versions} and the one being written"
+        f"{for_evaluation}) need {_gb(need)} of shared memory, {_gb(shm_bytes)} are free"
     )
     if wanted == "shm":
         raise ConfigError(
             f'weights.transport is "shm": {sentence}. Use weights.transport "file" or "auto", lower '
-            f"weights.keep_versions (2 needs {_gb(need // kept * 3)}), or give the container more shared memory."
+            f"weights.keep_versions (2 needs {_gb(need // kept * fewest)}), or give the container more shared memory."
         )
     return "file", ([f"{sentence}: weights travel through files in the run directory."] if wanted == "auto" else [])
 

@@ -152,7 +152,7 @@ class GeneratorSettings(Section):
     """Serving precision; `auto` takes bfloat16 only where the CPU multiplies it natively."""
     kernels: Literal["auto", "native", "torch"] = knob("auto")
     """What multiplies with the weights: `native` insists on the kernels that are compiled at the first use (x86-64 with
-    AVX2, float32, a C compiler), `auto` takes them where they can be used, `torch` never."""
+    AVX2 and a C compiler), `auto` takes them where they can be used, `torch` never."""
     max_slots: int = knob(
         48, unit="sequences", raising="larger batches, more KV memory", lowering="less memory, lower throughput", ge=1
     )
@@ -331,6 +331,10 @@ class EvaluationSettings(Section):
         0, unit="optimizer steps", raising="fewer evaluations", lowering="more evaluations; 0 for none", ge=0
     )
     """Evaluate during the run."""
+    replica: Literal["shared", "own"] = knob("shared")
+    """Who answers while the run trains: `shared`, the replicas that serve the training, which keep one version
+    meanwhile; or `own`, another process at low priority, so that training and weight loads go on. `own` takes the
+    memory of one more replica. The evaluation at the end is always shared: nobody trains then."""
     temperature: float = knob(0.0, ge=0)
     """Sampling temperature in evaluation; 0 is greedy. Stored with the score."""
     max_new_tokens: int | None = knob(None, unit="tokens")

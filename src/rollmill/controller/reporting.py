@@ -131,7 +131,8 @@ class RunReporter:
     def group_closed(self, group: Group) -> None:
         """Record a closed group and its rollouts."""
         statistics = statistics_of(group)
-        self._groups[group.group_id] = statistics
+        if statistics.trainable:  # the others are in no step, and a long run has very many
+            self._groups[group.group_id] = statistics
         self._closed_since_step.append(statistics)
         for rollout, advantage, in_loss in zip(group.rollouts, group.advantages, group.in_loss, strict=True):
             line = readable_rollout(rollout, advantage=advantage, in_loss=in_loss, decode=self._decode)
@@ -171,9 +172,10 @@ class RunReporter:
         """Take the newest books of the replicas, summed."""
         self._replica_seconds = seconds
 
-    def evaluated(self, label: str, result: EvaluationResult) -> dict[str, Any]:
-        """Record an evaluation; return its JSON form."""
+    def evaluated(self, label: str, result: EvaluationResult, *, digest_of: Callable[[int], str]) -> dict[str, Any]:
+        """Record an evaluation with the digest of the weights that answered; return its JSON form."""
         record = evaluation_record(result)
+        record["digest"] = digest_of(record["policy_version"])
         self._heldout = record
         self.event("evaluation", label=label, **record)
         return record

@@ -114,6 +114,8 @@ def life_reports(
 ) -> list[tuple[Life, SecondsReport]]:
     """Return where the seconds of each life of each process went.
 
+    The supervisor measured those of its own children; whoever starts another writes its life down.
+
     A process that closed its books is checked: its causes must sum to its own wall time, and what the supervisor saw
     beyond that is `teardown`, at most TEARDOWN_LIMIT_S. One that was killed has what it had written down: a replica its
     book of a moment ago, the trainer its step records. The rest is `lost`.
@@ -122,7 +124,8 @@ def life_reports(
         InvariantViolation: if a book does not balance.
     """
     found: list[tuple[Life, SecondsReport]] = []
-    for life in (life for segment in segments for life in segment.lives):
+    others: list[Life] = read_all(layout.processes, "*.life.json", Life)
+    for life in (*(life for segment in segments for life in segment.lives), *others):
         path = layout.seconds(life.process, life=life.life)
         book = read_record(path, ProcessSeconds) if path.exists() else None
         by_steps = book is None and life.process == TRAINER

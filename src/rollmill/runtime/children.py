@@ -12,6 +12,7 @@ from pathlib import Path
 
 import psutil
 
+from rollmill.clock import Clock
 from rollmill.runtime.incarnation import Life
 from rollmill.runtime.layout import ProcessLayout
 from rollmill.runtime.process import LIFE_VARIABLE, PARENT_VARIABLE, SPAWNED_VARIABLE
@@ -57,6 +58,22 @@ class Child:
         except ProcessLookupError:
             # It has ended; its pidfd says so at the next look.
             return
+
+    def is_alive(self) -> bool:
+        """Return whether it has not ended yet, seen or not."""
+        return self.runs and (self._popen is None or self._popen.poll() is None)
+
+    def end(self, *, grace_s: float, clock: Clock) -> None:
+        """Tell it to stop, kill it if it does not, note its end; blocks for at most `grace_s` and the kernel's time."""
+        if not self.runs:
+            return
+        self.send(signal.SIGTERM)
+        if self._popen is not None:
+            try:
+                self._popen.wait(grace_s)
+            except subprocess.TimeoutExpired:
+                self.send(signal.SIGKILL)
+        self.reap(now_s=clock.now_s())
 
     def reap(self, *, now_s: float) -> int | None:
         """Note the end of the process; return its status, `None` if only its parent can know."""

@@ -17,15 +17,17 @@ from rollmill.buffer.doorbell import Doorbell, ring
 from rollmill.buffer.sqlite import SqliteStore
 from rollmill.clock import SystemClock
 from rollmill.config.schema import RollmillConfig
-from rollmill.controller.evaluation import EvaluationResult
+from rollmill.controller.evaluation import EvaluationResult, Generate
 from rollmill.controller.replicas import ReplicaLost
 from rollmill.controller.reporting import RunReporter
 from rollmill.controller.shell import Controller
+from rollmill.controller.side_evaluation import BEFORE, SideEvaluations, labels_due
 from rollmill.controller.translate import scheduler_settings
 from rollmill.environments.protocol import Environment
 from rollmill.environments.single_turn import run_rollout
 from rollmill.errors import DeadlineExceeded
 from rollmill.runtime.evaluation import run_evaluation
+from rollmill.runtime.evaluator import Evaluator, evaluate_beside
 from rollmill.runtime.fold import Books, fold
 from rollmill.runtime.incarnation import Preflight, ProcessSeconds, write_record
 from rollmill.runtime.layout import SUPERVISOR, TRAINER
@@ -76,7 +78,7 @@ class _Run:
         self.environment: Environment = environment
         self.renderer = renderer
         store = SqliteStore(self.layout.store)
-        repository = LocalModelRepository(
+        self.repository = repository = LocalModelRepository(
             self.layout.weights,
             transport=self.config.weights.transport,
             keep_versions=self.config.weights.keep_versions,
@@ -383,6 +385,9 @@ class _Run:
     async def _evaluate_during(self, store: SqliteStore) -> None:
         """Evaluate at the start, and whenever another `evaluation.every_steps` steps are loaded."""
         settings = self.config.evaluation
+        if settings.replica == "own":
+            await self._evaluate_beside(store)
+            return
         began_at = self.context.incarnation.optimizer_step
         # A run that was stopped before this evaluation ended cannot make it up once it has trained.
         if settings.at_start and began_at == 0 and store.note("eval:before") is None:
@@ -398,6 +403,63 @@ class _Run:
                 continue
             self._note_evaluation(store, f"step-{due}", await self._evaluate(f"step-{due}"))
             due += settings.every_steps
+
+    async def _evaluate_beside(self, store: SqliteStore) -> None:
+        """Evaluate what is due with a replica of its own, while newer versions are trained and loaded."""
+        settings, incarnation = self.config.evaluation, self.context.incarnation
+        labels = labels_due(
+            at_start=settings.at_start,
+            every_steps=settings.every_steps,
+            steps=self.config.run.steps,
+            began_at=incarnation.optimizer_step,
+            done=self._evaluated_labels(store),
+        )
+        evaluator = Evaluator(
+            config=self.config,
+            layout=self.layout,
+            clock=self.clock,
+            life=f"{self.context.life}.{self._session_number}",
+            incarnation=incarnation.number,
+            wait=self._ring_or,
+            ask_all=self._ask_beside,
+        )
+        side = SideEvaluations(
+            labels=labels,
+            history_id=incarnation.history_id,
+            holder=self.repository,
+            ask=evaluator.ask,
+            keep=lambda due, result: self._note_evaluation(
+                store, due.label, self.reporter.evaluated(due.label, result, digest_of=self._digest_of)
+            ),
+            reports=self.reporter,
+        )
+        await evaluate_beside(
+            side,
+            evaluator=evaluator,
+            repository=self.repository,
+            has_ended=self.controller.finished.done,
+            wait=self._ring_or,
+        )
+
+    async def _ask_beside(self, generate: Generate, label: str) -> EvaluationResult:
+        return await run_evaluation(
+            self.config,
+            environment=self.environment,
+            renderer=self.renderer,
+            generate=generate,
+            clock=self.clock,
+            label=f"eval-{label}",
+            replicas=1,
+        )
+
+    def _evaluated_labels(self, store: SqliteStore) -> set[str]:
+        every = self.config.evaluation.every_steps
+        steps = range(every, self.config.run.steps, every) if every and self._goes_on else ()
+        done = {f"step-{step}" for step in steps if self._is_evaluated(store, step)}
+        return done if store.note("eval:before") is None else {*done, BEFORE}
+
+    def _digest_of(self, policy_version: int) -> str:
+        return self.repository.manifest(policy_version).digest
 
     def _is_evaluated(self, store: SqliteStore, step: int) -> bool:
         """Whether the controller before this one has this evaluation, of weights that still count."""
@@ -419,7 +481,7 @@ class _Run:
         if self.watch.none_comes:
             self.reporter.event("evaluation_skipped", label=label, reason="no replica serves and none comes back")
             return None
-        return self.reporter.evaluated(label, result)
+        return self.reporter.evaluated(label, result, digest_of=self._digest_of)
 
     async def _ask_all(self, label: str, *, attempt: int) -> EvaluationResult:
         loaded = max((status.policy_version for status in await self.watch.poll()), default=None)

@@ -70,8 +70,13 @@ async def run_evaluation(
     generate: Generate,
     clock: Clock,
     label: str,
+    replicas: int | None = None,
 ) -> EvaluationResult:
-    """Evaluate all held-out tasks with the configured, explicit sampling."""
+    """Evaluate all held-out tasks with the configured, explicit sampling.
+
+    Args:
+        replicas: that answer; `None` takes `generator.replicas`.
+    """
     settings = config.evaluation
     return await evaluate(
         environment.heldout(),
@@ -82,6 +87,6 @@ async def run_evaluation(
         temperature=settings.temperature,
         max_new_tokens=settings.max_new_tokens or config.sampling.max_new_tokens,
         deadline_s=settings.deadline_s,
-        concurrency=config.generator.max_slots * config.generator.replicas,
+        concurrency=config.generator.max_slots * (replicas or config.generator.replicas),
         label=label,
     )

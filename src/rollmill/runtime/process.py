@@ -23,8 +23,9 @@ from rollmill.config.schema import RollmillConfig
 from rollmill.errors import RunDirectoryError
 from rollmill.runtime.failure import record_of_error, write_record
 from rollmill.runtime.incarnation import Incarnation, read_record
-from rollmill.runtime.layout import CONTROLLER, TRAINER, ProcessLayout
+from rollmill.runtime.layout import CONTROLLER, EVALUATOR, TRAINER, ProcessLayout
 from rollmill.runtime.losses import life_of, read_losses
+from rollmill.runtime.threads import lower_priority
 
 PR_SET_PDEATHSIG = 1
 PARENT_VARIABLE = "ROLLMILL_PARENT_PID"
@@ -67,6 +68,8 @@ def die_with_run(name: str, layout: ProcessLayout) -> None:
     Raises:
         RunDirectoryError: if no run is going on there, or the process is not one that a run waits for.
     """
+    if name == EVALUATOR:
+        raise RunDirectoryError(f"{name} cannot be started by hand; the controller does when an evaluation is due.")
     if name in (CONTROLLER, TRAINER):
         raise RunDirectoryError(
             f'{name} cannot be started by hand; only a lost replica can. Set run.on_{name}_loss = "restart" to have '
@@ -100,6 +103,8 @@ def run_role(context: ProcessContext) -> None:
     else:
         from rollmill.runtime.generator_process import run_generator
 
+        if context.name == EVALUATOR:
+            lower_priority()
         run_generator(context)
 
 
