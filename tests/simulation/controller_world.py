@@ -133,7 +133,7 @@ class World:
         self.engines: dict[str, FakeEngine] = {}
         self.loaded: list[tuple[str, int]] = []
 
-    async def run(self, *, meanwhile: Callable[[World], Any] | None = None) -> str:
+    async def run(self, *, meanwhile: Callable[[Any], Any] | None = None) -> str:
         settings = scheduler_settings(self.config, training_size=self.environment.training_size())
         first = self.repository.publish(optimizer_step=0, at_s=0.0)
         controller = self.new_controller(Scheduler(settings))

@@ -46,6 +46,10 @@ class Losing(World):
         if self.listening:
             super().ring()
 
+    async def train(self) -> None:
+        """The trainer, where it outlives a controller."""
+        await self._train()
+
     async def lose(self, name: str) -> None:
         """Kill a replica; a broken call tells, or at last whoever sees its process end."""
         losses = self.losses
@@ -183,11 +187,7 @@ async def _two_controllers(world: Losing, *, lost_at_s: float, silent_s: float) 
 def test_a_new_controller_goes_on_where_the_journal_ends_and_hears_what_was_done_unheard(
     lost_at_s: float, silent_s: float
 ) -> None:
-    class TwoControllers(Losing):
-        async def train(self) -> None:
-            await self._train()
-
-    world = TwoControllers(config_of(steps=8), quiet_trainer=True)
+    world = Losing(config_of(steps=8), quiet_trainer=True)
     assert (
         run_virtual(_two_controllers(world, lost_at_s=lost_at_s, silent_s=silent_s), clock=world.clock) == "steps_done"
     )
