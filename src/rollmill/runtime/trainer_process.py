@@ -26,7 +26,7 @@ from rollmill.weights.repository import LocalModelRepository
 if TYPE_CHECKING:
     from rollmill.trainer.step import Trainer, TrainerState
 
-CANARY_TOKENS = 16
+CANARY_TOKENS = 8
 
 
 def run_trainer(context: ProcessContext) -> None:
