@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import plan
 from safetensors.torch import load_file
 
 from rollmill.clock import SystemClock
@@ -75,7 +76,7 @@ class Evaluator:
             label=f"version {self._version}",
         )
         record = evaluation_record(result)
-        return {key: record[key] for key in ("accuracy", "low", "high", "n", "mean_tokens", "wall_s")}
+        return {key: record[key] for key in plan.VERDICT}
 
     def close(self) -> None:
         self._loop.run(self._engine.close())

@@ -29,6 +29,9 @@ SEEDS = (0, 1, 2, 3, 4)
 SEARCH_SEEDS = (100,)
 PILOT_STEPS = 4
 
+VERDICT = ("accuracy", "low", "high", "n", "mean_tokens")
+"""What an evaluation says; its own time is not part of it."""
+
 Record = dict[str, Any]
 
 
@@ -199,6 +202,20 @@ def time_to(points: Sequence[Record], *, target: float, key: str) -> float | Non
         if point["accuracy"] >= target and after["accuracy"] >= target:
             return point[key]
     return None
+
+
+def point(step: int, *, spent: Record, verdict: Record) -> Record:
+    """Return one point of a run's curve: what the run had spent by a step, and how good it was.
+
+    Args:
+        spent: `wall_s` and `cpu_s` of training.
+        verdict: at least the keys of `VERDICT`; others are left out, the evaluation's own time above all.
+    """
+    return {
+        "step": step,
+        **{key: spent[key] for key in ("wall_s", "cpu_s")},
+        **{key: verdict[key] for key in VERDICT},
+    }
 
 
 def minutes(item: Item, runs: Sequence[Record]) -> float:

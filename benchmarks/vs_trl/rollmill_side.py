@@ -14,7 +14,7 @@ from typing import Any
 
 from evaluator import Evaluator
 from measure import TreeSampler
-from plan import EVALUATE_EVERY, STOP_AT, Item, time_to
+from plan import EVALUATE_EVERY, STOP_AT, Item, point, time_to
 
 from rollmill.config.schema import RollmillConfig
 from rollmill.runtime.layout import ProcessLayout
@@ -93,8 +93,10 @@ def run(
         started_s = time.monotonic()
         with tempfile.TemporaryDirectory(prefix="vs-trl-", dir=_beside_tensors(config, folder)) as kept:
             keeper: Keeper | None = None
+            log = folder / "log.txt"
             with (
-                subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process,
+                log.open("w") as errors,
+                subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True) as process,
                 TreeSampler(process.pid) as sampler,
             ):
                 while process.poll() is None:
@@ -106,7 +108,7 @@ def run(
                     time.sleep(LOOK_EVERY_S)
                 output = process.stdout.read() if process.stdout else ""
             if process.returncode != 0 or keeper is None:
-                return {"failed": output[-2000:], "points": [], "steps_made": []}
+                return {"failed": log.read_text()[-2000:], "points": [], "steps_made": []}
             return _record(
                 json.loads(output),
                 layout=layout,
@@ -143,8 +145,7 @@ def _record(
     evaluating_s = time.monotonic()
     points: list[dict[str, Any]] = []
     for manifest, path, seen_at_s in keeper.kept:
-        point = {"step": manifest.optimizer_step, **spent(seen_at_s), **evaluator.accuracy(path)}
-        points.append(point)
+        points.append(point(manifest.optimizer_step, spent=spent(seen_at_s), verdict=evaluator.accuracy(path)))
         path.unlink()
         if time_to(points, target=STOP_AT, key="step") is not None:
             break

@@ -13,7 +13,7 @@ from typing import Any
 
 from evaluator import Evaluator
 from measure import TreeSampler
-from plan import EVALUATE_EVERY, STOP_AT, Item, TrlMode, time_to
+from plan import EVALUATE_EVERY, STOP_AT, Item, TrlMode, point, time_to
 
 from rollmill.config.schema import RollmillConfig
 from rollmill.environments.load import load_environment
@@ -131,8 +131,7 @@ def _follow(
             case "saved":
                 began_s = time.monotonic()
                 path = Path(event["path"])
-                spent = {key: steps[-1][key] for key in ("wall_s", "cpu_s")}
-                points.append({"step": event["step"], **spent, **evaluator.accuracy(path)})
+                points.append(point(event["step"], spent=steps[-1], verdict=evaluator.accuracy(path)))
                 path.unlink()
                 record["evaluation_s"] += time.monotonic() - began_s
                 reached = time_to(points, target=STOP_AT, key="step") is not None

@@ -80,6 +80,21 @@ def test_the_last_evaluation_alone_cannot_reach_the_target(plan):
     assert plan.time_to([], target=0.25, key="wall_s") is None
 
 
+def test_the_time_of_a_point_is_that_of_training_and_not_of_its_evaluation(plan):
+    verdict = {"accuracy": 0.3, "low": 0.2, "high": 0.4, "n": 256, "mean_tokens": 9.0, "wall_s": 12.0}
+    point = plan.point(4, spent={"wall_s": 80.0, "cpu_s": 150.0, "reward_mean": 0.5}, verdict=verdict)
+    assert point == {
+        "step": 4,
+        "wall_s": 80.0,
+        "cpu_s": 150.0,
+        "accuracy": 0.3,
+        "low": 0.2,
+        "high": 0.4,
+        "n": 256,
+        "mean_tokens": 9.0,
+    }
+
+
 def test_a_censored_run_of_trl_gives_a_lower_bound_and_one_of_ours_gives_nothing(plan, report):
     reached, never = curve((0.3, 50), (0.3, 60)), curve((0.1, 100), (0.1, 300))
     bound = report.comparison({"points": never}, {"points": reached, "seed": 3}, target=0.25, key="wall_s")
