@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from property.crash_world import CrashWorld, Killed
+from rollmill.runtime.fold import fold, unheard_steps
 
 
 def survive(world: CrashWorld) -> None:
@@ -152,6 +153,26 @@ def test_samples_of_weights_that_were_published_and_never_recorded_are_dropped_w
         ledger = world.controller.core.ledger
         assert {ledger.reason_of(f"{group}/0") for group in sampled} == {"abandoned_history"}
         world.check_end()
+        world.close()
+
+
+def test_a_step_that_no_controller_lived_to_hear_of_is_news_to_the_next_one() -> None:
+    """The trainer records step 2 and makes it final with a checkpoint; the controller dies before it looks."""
+    world = CrashWorld(checkpoint_every=2)
+    with world.killer:
+        turn = 0
+        while world.acknowledged_step < 2:
+            # Once the first step is heard of, the controller does not look again.
+            deaf = world.trainer.step >= 1 and world.controller is not None and world.controller.row >= 1
+            turns = [one for one in world.turns() if not (deaf and one == world.controller.look)]
+            turns[turn % len(turns)]()
+            turn += 1
+        survive(world)
+        books = fold(world.store, world.settings)
+        assert [record.optimizer_step for _, record in unheard_steps(world.store, books)] == [2]
+        play(world)
+        books = fold(world.store, world.settings)
+        assert unheard_steps(world.store, books) == []
         world.close()
 
 

@@ -28,7 +28,7 @@ from rollmill.environments.single_turn import run_rollout
 from rollmill.errors import DeadlineExceeded
 from rollmill.runtime.evaluation import run_evaluation
 from rollmill.runtime.evaluator import Evaluator, evaluate_beside
-from rollmill.runtime.fold import Books, fold
+from rollmill.runtime.fold import Books, fold, unheard_steps
 from rollmill.runtime.incarnation import Preflight, ProcessSeconds, write_record
 from rollmill.runtime.layout import SUPERVISOR, TRAINER
 from rollmill.runtime.preflight import check_first
@@ -135,6 +135,9 @@ class _Run:
             self._new_run = books.events == 0
             # The journal knows this history: a controller before this one was lost, and the trainer lives on.
             self._goes_on = books.scheduler.history_id == self.context.incarnation.history_id
+            if not self._goes_on:
+                for row, record in unheard_steps(store, books):
+                    self.reporter.step(row, record)
             self.controller = self._controller(store, repository, books)
             await self._run(store, repository)
         except* TrainerLost:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import msgspec
 
-from rollmill.buffer.protocol import SampleStore
+from rollmill.buffer.protocol import SampleStore, StepRecord
 from rollmill.errors import RunDirectoryError
 from rollmill.scheduling.core import Scheduler
 from rollmill.scheduling.events import AnyEvent, BatchTaken, BatchTrained, RunResumed
@@ -80,6 +80,14 @@ def fold(store: SampleStore, settings: SchedulerSettings, *, include_unheard: bo
         heard_step_row=max((row for row, record in steps if record.optimizer_step <= heard), default=0),
         events=journaled,
     )
+
+
+def unheard_steps(store: SampleStore, books: Books) -> Sequence[tuple[int, StepRecord]]:
+    """Return the steps of the surviving history that no controller lived to report: they are still to be reported.
+
+    A trainer may make a step final with a checkpoint before the controller, that dies then, has heard of it.
+    """
+    return store.steps(after=books.heard_step_row)
 
 
 def _journaled(store: SampleStore) -> Iterator[AnyEvent]:
