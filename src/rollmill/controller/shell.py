@@ -68,7 +68,8 @@ from rollmill.weights.protocol import ModelRepository
 TICK_S = 1.0
 
 RunRollout = Callable[[StartRollout], Awaitable[Rollout]]
-LoadReplica = Callable[[str, int], Awaitable[None]]
+LoadReplica = Callable[[str, int], Awaitable[dict[str, float] | None]]
+"""Has a replica load a version; returns part -> seconds where they were measured."""
 
 
 class Reporter(Protocol):
@@ -389,14 +390,16 @@ class Controller:
             # The version asked for may have been overtaken, and retired, while the load waited for an evaluation.
             version = max(self._optimizer_steps)
             try:
-                await self._load_replica(instruction.replica_id, version)
+                seconds = await self._load_replica(instruction.replica_id, version)
             except ReplicaLost as error:
                 # The core has been told, and the replica loads the newest version before it joins again.
                 self._reporter.event(
                     "load_lost", replica_id=instruction.replica_id, policy_version=version, reason=str(error)
                 )
                 return
-        self._reporter.event("weights_loaded", replica_id=instruction.replica_id, policy_version=version)
+        self._reporter.event(
+            "weights_loaded", replica_id=instruction.replica_id, policy_version=version, **(seconds or {})
+        )
         self.inbox.put(
             WeightsLoaded(at_s=self._clock.now_s(), replica_id=instruction.replica_id, policy_version=version)
         )

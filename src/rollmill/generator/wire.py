@@ -56,6 +56,11 @@ class LoadReport(msgspec.Struct, frozen=True, kw_only=True):
     prove_s: float = 0.0
     resume_s: float = 0.0
 
+    def seconds(self) -> dict[str, float]:
+        """Return where the time went, part -> seconds."""
+        names = ("pull_s", "drain_s", "swap_s", "prove_s", "resume_s")
+        return {name: round(getattr(self, name), 4) for name in names}
+
 
 class ReplicaStatus(msgspec.Struct, frozen=True, kw_only=True):
     """What a replica says of itself; fields as in `EngineInfo` and `EngineLoad`."""

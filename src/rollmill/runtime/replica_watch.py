@@ -181,8 +181,8 @@ class ReplicaWatch:
                 self._end_if_it_lingers(name)
                 await self._take_in(name)
 
-    async def load(self, replica_id: str, policy_version: int) -> None:
-        """Have a replica load and prove a version; one that cannot is lost.
+    async def load(self, replica_id: str, policy_version: int) -> dict[str, float]:
+        """Have a replica load and prove a version, and return how long each part took; one that cannot is lost.
 
         Raises:
             ReplicaLost: if it is gone or could not load; the controller has been told.
@@ -191,11 +191,12 @@ class ReplicaWatch:
         if client is None:
             raise ReplicaLost(f"{replica_id} is not in rotation any more; it joins again with newer weights.")
         try:
-            await client.load_weights(policy_version, deadline_s=self._config.generator.load_deadline_s)
+            report = await client.load_weights(policy_version, deadline_s=self._config.generator.load_deadline_s)
         except Fault as fault:
             if self.clients.get(replica_id) is client:
                 self._condemn(replica_id, fault)
             raise ReplicaLost(f"{replica_id} could not load policy version {policy_version}: {fault}") from fault
+        return report.seconds()
 
     async def poll(self) -> list[ReplicaStatus]:
         """Return the status of each replica in rotation; one that serves nothing any more is lost."""
