@@ -104,10 +104,10 @@ def test_without_a_compiler_auto_serves_with_torch_and_native_is_refused(tmp_pat
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
     native.load_kernels.cache_clear()
     try:
-        assert choose_kernels("auto", dtype=torch.float32) is None
+        assert choose_kernels("auto") is None
         assert "no C compiler is installed" in caplog.text
         with pytest.raises(KernelsUnavailable, match="no C compiler"):
-            choose_kernels("native", dtype=torch.float32)
+            choose_kernels("native")
     finally:
         native.load_kernels.cache_clear()
 
@@ -138,11 +138,22 @@ def test_the_kernels_are_not_used_where_they_were_not_measured(monkeypatch):
         native.load_kernels.cache_clear()
 
 
-def test_native_kernels_are_refused_for_another_precision():
-    with pytest.raises(KernelsUnavailable, match="bfloat16"):
-        choose_kernels("native", dtype=torch.bfloat16)
-    assert choose_kernels("auto", dtype=torch.bfloat16) is None
-    assert choose_kernels("torch", dtype=torch.float32) is None
+def test_in_bfloat16_a_layer_rounds_its_weights_and_its_result_as_torch_does(kernels):
+    with torch.random.fork_rng():
+        torch.manual_seed(5)
+        layer, x, published = nn.Linear(24, 40).bfloat16(), torch.randn(3, 24).bfloat16(), torch.randn(40, 24)
+    rounded = published.bfloat16().float()
+    # The exact sum of rounded numbers, rounded once, then the bias.
+    expected = (x.float() @ rounded.T).bfloat16() + layer.bias.detach()
+    with torch.inference_mode():
+        PackedLinear(layer, kernels=kernels, keeps_weight=False).write(published)
+        found = layer(x)
+    assert found.dtype == torch.bfloat16
+    np.testing.assert_allclose(found.float().numpy(), expected.float().numpy(), rtol=2**-7)
+
+
+def test_torch_is_taken_when_asked_for():
+    assert choose_kernels("torch") is None
 
 
 @settings(max_examples=40, deadline=None)

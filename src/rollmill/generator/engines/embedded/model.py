@@ -100,7 +100,7 @@ class ServedModel:
         self.name = str(path)
         self.model_type = str(config.model_type)
         self._model = _build(config, dtype=dtype)
-        compiled = choose_kernels(kernels, dtype=dtype)
+        compiled = choose_kernels(kernels)
         self.native_kernels = compiled is not None
         self._compiled = compiled
         self._destinations = destinations(self._model, kernels=compiled)
@@ -108,7 +108,7 @@ class ServedModel:
         self.layers = int(text.num_hidden_layers)
         self.kv_heads = int(getattr(text, "num_key_value_heads", None) or text.num_attention_heads)
         self.head_dim = int(getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
-        self.needs_masks = compiled is None or self.head_dim % DIM_STEP > 0
+        self.needs_masks = compiled is None or dtype != torch.float32 or self.head_dim % DIM_STEP > 0
         self.vocabulary_size = int(text.vocab_size)
         self.context_len = int(getattr(text, "max_position_embeddings", 0) or 1 << 30)
         accepted = inspect.signature(self._model.forward).parameters
