@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from rollmill.config.derive import has_evaluator
 from rollmill.config.schema import AlgorithmSettings, RollmillConfig, ScheduleSettings
 from rollmill.errors import ConfigError
 
@@ -300,6 +301,11 @@ def _evaluation(config: RollmillConfig) -> Iterator[str]:
         yield (
             f"evaluation.temperature is {evaluation.temperature:g}: held-out accuracy has sampling noise besides the "
             "interval shown. 0 is greedy."
+        )
+    if evaluation.replica == "own" and not has_evaluator(config):
+        yield (
+            'evaluation.replica is "own", but nothing is evaluated while the run trains (evaluation.at_start is false, '
+            f"evaluation.every_steps is {evaluation.every_steps}, run.steps is {config.run.steps}): it has no effect."
         )
     if not evaluation.at_start and evaluation.at_end:
         yield "evaluation.at_start is false: the summary cannot say what training changed."
