@@ -1,0 +1,140 @@
+"""What a replica does when a load meets something else that happens to it."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import numpy as np
+import pytest
+
+from generator_builders import MemoryRepository, random_model
+from replica_builders import fake_engine, in_flight, repository_of, started, two_models, why_refused
+from rollmill.errors import EngineDead, EngineError, WeightMismatch
+from rollmill.generator.engines.fake import FakeFaults
+from rollmill.generator.proof import serves_older
+from rollmill.generator.state import ReplicaState, move
+from rollmill.types import Canary, StopReason
+
+
+class Meanwhile:
+    """Makes something happen during the update of an engine."""
+
+    def __init__(self, engine: Any, happening: Any) -> None:
+        self._engine = engine
+        self._happening = happening
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    async def update(self, *args: Any, **kwargs: Any) -> Any:
+        await self._happening()
+        return await self._engine.update(*args, **kwargs)
+
+
+@pytest.mark.parametrize("faults", [FakeFaults(), FakeFaults(fail_buckets={2: 1}), FakeFaults(fail_buckets={2: 2})])
+async def test_a_replica_asked_to_drain_during_a_load_drains_and_never_serves_again(faults):
+    repository = repository_of(*two_models())
+    engine = fake_engine(repository, update_buckets=3, faults=faults)
+
+    async def drain() -> None:
+        replica.standing = move(replica.standing, ReplicaState.DRAINING, reason="asked to drain")
+
+    replica = await started(Meanwhile(engine, drain), repository)  # type: ignore[arg-type]
+    running = await in_flight(engine, ["a"])
+    await asyncio.gather(replica.load(2), return_exceptions=True)
+    turn = await asyncio.wait_for(running[0], 20)
+    assert turn.stop_reason in (StopReason.LENGTH, StopReason.ABORT)
+    assert (turn.stop_reason is StopReason.ABORT) == (faults.fail_buckets.get(2) == 2)
+    assert replica.standing.state is ReplicaState.DRAINING
+    assert "draining" in str(why_refused(replica))
+
+
+async def test_an_engine_that_dies_in_a_load_is_dead_not_dirty():
+    repository = repository_of(*two_models())
+    engine = fake_engine(repository)
+
+    async def die() -> None:
+        engine.kill(RuntimeError("pulled the plug"))
+
+    replica = await started(Meanwhile(engine, die), repository)  # type: ignore[arg-type]
+    with pytest.raises(EngineDead, match="pulled the plug"):
+        await replica.load(2)
+    assert replica.standing.state is ReplicaState.DEAD
+
+
+async def test_a_load_cut_short_in_the_swap_is_dirty_until_the_next_proves_itself():
+    repository = repository_of(*two_models())
+    engine = fake_engine(repository)
+    loading: list[asyncio.Task[Any]] = []
+
+    async def cancel() -> None:
+        loading[0].cancel()
+        await asyncio.sleep(0)
+
+    replica = await started(Meanwhile(engine, cancel), repository)  # type: ignore[arg-type]
+    loading.append(asyncio.ensure_future(replica.load(2)))
+    with pytest.raises(asyncio.CancelledError):
+        await loading[0]
+    assert replica.standing.state is ReplicaState.DIRTY
+    assert "cut short (CancelledError)" in str(why_refused(replica))
+    replica.engine = engine
+    await replica.load(2)
+    assert why_refused(replica) is None
+
+
+async def test_a_failed_load_of_a_dirty_replica_does_not_bring_back_what_was_never_proven():
+    repository = repository_of(*two_models(), random_model(seed=3))
+    engine = fake_engine(repository, faults=FakeFaults(ignore_updates=frozenset({2}), fail_buckets={3: 1}))
+    replica = await started(engine, repository)
+    with pytest.raises(WeightMismatch):
+        await replica.load(2)
+    with pytest.raises(Exception, match="fail bucket 1"):
+        await replica.load(3)
+    assert replica.standing.state is ReplicaState.DIRTY
+    assert engine.load().paused
+
+
+async def test_damaged_tensors_are_found_before_anything_stops():
+    repository = repository_of(*two_models())
+    engine = fake_engine(repository)
+    replica = await started(engine, repository)
+    repository.damage(2)
+    with pytest.raises(WeightMismatch, match="was damaged"):
+        await replica.load(2)
+    assert not engine.load().paused
+    assert why_refused(replica) is None
+    assert repository.held_versions() == [1]
+
+
+async def test_a_replica_that_takes_no_weights_any_more_says_why():
+    repository = MemoryRepository()
+    repository.put(random_model(seed=1))
+    replica = await started(fake_engine(repository), repository)
+    replica.standing = move(replica.standing, ReplicaState.DRAINING, reason="asked to drain")
+    with pytest.raises(EngineError, match=r"no new weights: .*asked to drain"):
+        await replica.load(1)
+
+
+def canary(*logprobs: float, ids: int = 0) -> Canary:
+    return Canary(
+        token_ids=np.arange(ids, ids + len(logprobs) + 1, dtype=np.int32),
+        logprobs=np.array(logprobs, dtype=np.float32),
+        tolerance=1e-3,
+    )
+
+
+@pytest.mark.parametrize(
+    ("scored", "older", "expected"),
+    [
+        ((-1.0, -2.0), canary(-1.0004, -2.0004), False),  # the new weights
+        ((-1.0004, -2.0004), canary(-1.0004, -2.0004), True),  # the old ones: 4e-4 from the new, 0 from the old
+        ((-1.0003, -2.0003), canary(-1.0004, -2.0004), False),  # nearer to the old, not 4 times: 3e-4 against 1e-4
+        ((-1.00035, -2.00035), canary(-1.0004, -2.0004), True),  # 3.5e-4 against 0.5e-4: 7 times
+        ((-1.000004, -2.000004), canary(-1.000004, -2.000004), False),  # an update smaller than rounding: undecided
+        ((-1.0004, -2.0004), None, False),
+        ((-1.0004, -2.0004), canary(-1.0004, -2.0004, ids=5), False),  # another prompt
+    ],
+)
+def test_old_weights_are_told_from_new_ones_beyond_rounding(scored, older, expected):
+    assert serves_older(canary(-1.0, -2.0), older=older, scored=np.array(scored, dtype=np.float32)) is expected
