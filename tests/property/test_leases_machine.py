@@ -110,6 +110,16 @@ class LeaseMachine(RuleBasedStateMachine):
         if how == "record":
             self.step, self.batches, self.assigned = self.step + 1, self.batches + 1, False
 
+    @precondition(lambda self: self.holder is not None)
+    @rule(moment=MOMENTS)
+    def a_step_takes_longer_than_its_lease_and_renews_it(self, moment):
+        assert self.holder is not None
+        owner = self.holder
+        self.now_s += 0.6 * LEASE_S
+        self.use(owner=owner, moment=moment, how="renew")
+        self.now_s += 0.6 * LEASE_S
+        self.lease(owner="t1" if owner == "t2" else "t2", moment="")
+
     @rule()
     def everything_dies_and_the_run_goes_on(self):
         """From a checkpoint of this very step: only the lease is lost, and its batch waits to be assigned again."""
@@ -148,5 +158,5 @@ class LeaseMachine(RuleBasedStateMachine):
 
 TestLeaseMachine = LeaseMachine.TestCase
 TestLeaseMachine.settings = settings(
-    max_examples=30, stateful_step_count=20, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    max_examples=20, stateful_step_count=20, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
