@@ -104,6 +104,19 @@ def test_a_wave_opens_only_when_the_newest_weights_are_served() -> None:
     assert len(world.dispatches) == sampled + 4
 
 
+def test_a_wave_waits_for_the_version_of_the_resume_and_says_so() -> None:
+    world = world_of(deterministic())
+    world.begin()
+    sampled = len(world.dispatches)
+    world.crash(commit_step=0)
+    world.join("r0", version=0)
+    assert len(world.dispatches) == sampled
+    (wait,) = [wait for wait in world.core.waits(world.now_s) if wait.who == "trainer"]
+    assert "the next wave is opened when every replica serves policy version 1" in wait.sentence
+    world.load("r0")
+    assert len(world.dispatches) == sampled + 4
+
+
 def test_rates_and_priors_decide_nothing() -> None:
     hurried = undisturbed(deterministic(prior_step_s=0.01, prior_group_s=500.0, prior_yield=0.01))
     patient = undisturbed(deterministic(prior_step_s=500.0, prior_group_s=0.01, prior_yield=1.0))

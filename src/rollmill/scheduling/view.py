@@ -249,6 +249,8 @@ def _why_nothing_is_admitted(state: State) -> str:
             f"nothing is admitted because the staleness budget {state.settings.max_staleness} is used up "
             f"(serving weights are {lag} steps behind the trainer)"
         )
+    if state.settings.deterministic:
+        return f"the next wave is opened when every replica serves policy version {state.newest_version}, the newest"
     return "nothing is admitted because the stock is at its target"
 
 
