@@ -43,18 +43,19 @@ def measure(*, steps: int, batch_groups: int) -> dict[str, Any]:
             ReplicaJoined(at_s=0.0, replica_id="r0", slots=64, policy_version=0),
         ]
     )
-    at_s, serving_step, marks = 0.0, 0, {}
+    at_s, serving_step, trained, marks = 0.0, 0, 0, {}
     tracemalloc.start()
-    while core.view().optimizer_step < steps:
+    while trained < steps:
         at_s += 0.01
-        for instruction in core.handle(work.popleft()):
+        event = work.popleft()
+        trained += isinstance(event, BatchTrained)
+        for instruction in core.handle(event):
             if isinstance(instruction, LoadWeights):
                 serving_step = instruction.policy_version
             work.extend(_answers(instruction, at_s=at_s, serving_step=serving_step))
-        step = core.view().optimizer_step
-        if step in (steps // 3, steps) and step not in marks:
+        if trained in (steps // 3, steps) and trained not in marks:
             gc.collect()
-            marks[step] = (tracemalloc.get_traced_memory()[0], core.ledger.admitted)
+            marks[trained] = (tracemalloc.get_traced_memory()[0], core.ledger.admitted)
     tracemalloc.stop()
     (first_bytes, first), (last_bytes, last) = marks[steps // 3], marks[steps]
     return {

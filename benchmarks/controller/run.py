@@ -100,7 +100,7 @@ def main() -> None:
         "store.py",
         {"groups_per_transaction": [1, 32], "transactions": 50, "runs": max(args.runs, 3), "folder": folder},
     )
-    memory = call("memory.py", {"steps": 1200, "batch_groups": 4})
+    memory = call("memory.py", {"steps": 600, "batch_groups": 4})
     result = {
         "machine": started_on,
         "settings": {"runs": args.runs, "concurrent": args.concurrent, "steps": args.steps, "group_size": 8},

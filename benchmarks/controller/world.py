@@ -47,7 +47,7 @@ from rollmill.types import (
     derive_seed,
 )
 
-STEP_S = 2.0
+STEP_S = 0.2
 DECODE_STEP_S = 0.05
 FASTEST_S, SLOWEST_S = 4.0, 16.0
 """A reply takes a uniform time in between; replies end at decode steps, many at once, as a real engine's do."""
@@ -93,18 +93,20 @@ class Replica:
         self._logprobs = np.full(OUTPUT_TOKENS, -1.0, dtype=np.float32)
         self._takes = rng.uniform(FASTEST_S, SLOWEST_S, 4096)
         self._clock = clock
-        self._count = 0
+        self._requests = 0
         self.version = 1
         self.running = 0
         self.most_running = 0
+        self.running_seconds = 0.0
+        self._counted_to_s = 0.0
 
     async def generate(self, request: GenerateRequest) -> Turn:
-        number, self._count = self._count, self._count + 1
-        self.running += 1
+        number, self._requests = self._requests, self._requests + 1
+        self._count(1)
         self.most_running = max(self.most_running, self.running)
         until_s = self._clock.now_s() + self._takes[number % len(self._takes)]
         await asyncio.sleep(round(until_s / DECODE_STEP_S) * DECODE_STEP_S - self._clock.now_s())
-        self.running -= 1
+        self._count(-1)
         return Turn(
             request_id=request.request_id,
             prompt_ids=request.prompt_ids,
@@ -113,6 +115,12 @@ class Replica:
             version_spans=(VersionSpan(0, OUTPUT_TOKENS, self.version),),
             stop_reason=StopReason.STOP,
         )
+
+    def _count(self, change: int) -> None:
+        now_s = self._clock.now_s()
+        self.running_seconds += self.running * (now_s - self._counted_to_s)
+        self._counted_to_s = now_s
+        self.running += change
 
 
 class Meter:
@@ -163,7 +171,6 @@ class World:
         self.replica = Replica(self.clock, vocabulary=self.tokenizer.vocabulary_size)
         self.replicas = ReplicaSet()
         self.meter = Meter()
-        self.in_flight: list[int] = []
         self.resident: list[int] = []
         reporter = RunReporter(
             config=self.config,
@@ -247,7 +254,6 @@ class World:
                 ),
                 owner="trainer",
             )
-            self.in_flight.append(self.replica.running)
             self.resident.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
             self.controller.look()
 
@@ -272,7 +278,7 @@ def measure(*, concurrent: int, steps: int, folder: Path) -> dict[str, Any]:
     return {
         "concurrent": concurrent,
         "most_in_flight": world.replica.most_running,
-        "in_flight_by_step": world.in_flight,
+        "mean_in_flight": world.replica.running_seconds / world.clock.now_s(),
         "rollouts": view.admitted,
         "finished": finished,
         "trained": view.trained,

@@ -45,6 +45,15 @@ def test_shared_memory_holds_the_kept_versions_and_the_one_being_written():
     assert derive(RollmillConfig(), facts=TINY).shared_bytes == 4 * 4_000_000  # keep_versions 3 + 1
 
 
+@pytest.mark.parametrize(("background", "copy_bytes"), [("true", 12_000_000), ("false", None), (None, None)])
+def test_a_copy_for_checkpoints_counts_where_it_is_asked_for(background: str | None, copy_bytes: int | None):
+    overrides = [] if background is None else [f"trainer.checkpoint_in_background={background}"]
+    config = load_config(None, overrides=overrides).config
+    parts = next(memory.parts for memory in derive(config, facts=TINY).memory if memory.process == "trainer")
+    # weights and two moments, 4 bytes each; left to itself it is made only where memory allows
+    assert parts.get("checkpoint_copy") == copy_bytes
+
+
 def test_the_trainer_keeps_weights_gradients_and_two_moments_in_float32():
     config = load_config(None, overrides=["trainer.dtype=float32", "algorithm.kl_coefficient=0.1"]).config
     parts = next(memory.parts for memory in derive(config, facts=TINY).memory if memory.process == "trainer")
