@@ -110,17 +110,14 @@ def run_with_evaluator(*, every_steps: int = 0) -> tuple[World, FakeEvaluator, d
 
     async def main() -> None:
         async with asyncio.TaskGroup() as tasks:
-            side = None
 
             async def start(world: World) -> None:
-                nonlocal side
-                side = tasks.create_task(beside(world))
+                # Outlives the run, which waits for it as the controller does.
+                tasks.create_task(beside(world))
 
             reason = await world.run(meanwhile=start)
             assert reason == "steps_done"
             trained_at_s.append(world.clock.now_s())
-            assert side is not None
-            await side
 
     run_virtual(main(), clock=world.clock)
     return world, evaluator, kept, trained_at_s[0]

@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from rollmill.config.schema import TaskMix
 from rollmill.environments.imports import nearest
 from rollmill.environments.split import Problem, make_problem
 from rollmill.errors import ConfigError, DataError, EnvironmentFault, MissingExtraError
@@ -30,6 +29,8 @@ from rollmill.types import derive_seed
 
 if TYPE_CHECKING:
     from reasoning_gym.dataset import ProceduralDataset
+
+    from rollmill.config.schema import TaskMix
 
 GENERATION_LIMIT_S = 600.0
 """Longest time to generate a pool; some families search for a second per problem."""
@@ -61,6 +62,7 @@ def plan_mixes(tasks: Sequence[TaskMix], *, pool_size: int) -> tuple[Mix, ...]:
         ConfigError: if a family gets no draw at all.
 
     Example:
+        >>> from rollmill.config.schema import TaskMix
         >>> mixes = plan_mixes([TaskMix(name="a", weight=2), TaskMix(name="b")], pool_size=10)
         >>> [mix.draws for mix in mixes]
         [7, 3]

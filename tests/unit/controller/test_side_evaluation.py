@@ -243,7 +243,9 @@ def test_every_due_version_is_evaluated_skipped_or_failed_and_none_stays_held(ev
     labels = labels_due(at_start=True, every_steps=every, steps=len(gaps), began_at=0, done=())
     bench = Bench(labels, script=script, takes_s=takes_s)
     bench.run(*((gap, [manifest(v + 1) for v in range(number + 1)]) for number, gap in enumerate(gaps)))
-    told = [fields["label"] for kind, fields in bench.events if kind in ("evaluation_skipped", "evaluation_failed")]
+    told = [
+        str(fields["label"]) for kind, fields in bench.events if kind in ("evaluation_skipped", "evaluation_failed")
+    ]
     assert sorted([*bench.kept, *told]) == sorted(labels.values())
     assert bench.held == []
     assert all(

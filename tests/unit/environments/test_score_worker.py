@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import Any
 
 import numpy as np
 import pytest
 
+from rollmill import environments
 from rollmill.environments.frames import LARGEST_FRAME_BYTES, Job, Reply, body_bytes, frame
 from rollmill.environments.score_worker import score
 
@@ -37,3 +40,19 @@ def test_a_frame_is_length_and_body_and_a_wild_length_is_refused() -> None:
         body_bytes((LARGEST_FRAME_BYTES + 1).to_bytes(4, "little"))
     with pytest.raises(ValueError, match="over the limit"):
         frame(bytes(LARGEST_FRAME_BYTES + 1))
+
+
+def test_a_scoring_process_imports_neither_the_configuration_nor_the_turn_loop() -> None:
+    script = (
+        "import sys, rollmill.environments.score_worker\n"
+        "print([name for name in ('pydantic', 'torch', 'rollmill.config.schema', 'rollmill.scheduling') "
+        "if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_every_public_name_of_environments_is_found_where_it_lives() -> None:
+    assert all(getattr(environments, name).__name__ == name for name in environments.__all__)
+    with pytest.raises(AttributeError, match="no_such_name"):
+        _ = environments.no_such_name
