@@ -104,7 +104,9 @@ def _trigger(table: str, event: str, columns: tuple[str, ...]) -> str:
 
 
 def damages(connection: sqlite3.Connection) -> tuple[str, ...]:
-    """Return every damage of the file in words: its structure, its seals, its digests, gaps in the journal."""
+    """Return every damage of the file in words: its schema, structure, seals and digests, gaps in the journal."""
+    if _schema_of(connection) != _expected_schema():
+        return ("the schema is not the one that was written",)
     found = [f"structure: {text}" for (text,) in connection.execute("PRAGMA integrity_check(5)") if text != "ok"]
     if found:
         # The rows of a broken tree cannot be trusted to be all the rows.
@@ -121,6 +123,16 @@ def damages(connection: sqlite3.Connection) -> tuple[str, ...]:
     lacking = "SELECT group_id FROM groups WHERE state != 'dropped' AND group_id NOT IN (SELECT group_id FROM samples)"
     found += _listed("samples: missing", connection.execute(lacking))
     return tuple(found)
+
+
+def _schema_of(connection: sqlite3.Connection) -> list[tuple[str, str]]:
+    return connection.execute("SELECT name, sql FROM sqlite_schema WHERE sql IS NOT NULL ORDER BY name").fetchall()
+
+
+def _expected_schema() -> list[tuple[str, str]]:
+    with contextlib.closing(sqlite3.connect(":memory:")) as fresh:
+        fresh.executescript(f"{_SCHEMA} {_triggers()}")
+        return _schema_of(fresh)
 
 
 def _listed(what: str, rows: sqlite3.Cursor) -> list[str]:
@@ -222,6 +234,9 @@ def translated(path: Path) -> Iterator[None]:
         yield
     except sqlite3.Error as error:
         raise translate(error, path=path) from error
+    except UnicodeDecodeError as error:
+        # Text in the file, or in SQLite's own message about it, is no UTF-8 any more.
+        raise StoreError(f"{path}: {error}. The file is damaged. {WHAT_TO_DO}") from error
 
 
 def translate(error: sqlite3.Error, *, path: Path) -> RollmillError:

@@ -146,6 +146,17 @@ def test_a_torn_file_is_refused(sound, tmp_path, length):
         read_whole(path)
 
 
+@pytest.mark.parametrize("bit", [0, 7])
+@pytest.mark.parametrize("text", [b"CREATE TRIGGER groups_sealed_insert", b"NOT NULL UNIQUE", b"NEW.trained_step"])
+def test_a_flipped_bit_in_the_schema_is_found(sound, tmp_path, text, bit):
+    """Bit 7 makes the text no UTF-8 any more, which Python reports in a way of its own."""
+    source, _ = sound
+    path = copy_of(source.parent, tmp_path / "flipped")
+    flip(path, path.read_bytes().index(text) + 2, bit)
+    with pytest.raises(RollmillError):
+        read_whole(path)
+
+
 @pytest.mark.parametrize(
     ("statement", "named"),
     [
@@ -165,9 +176,13 @@ def test_what_is_damaged_is_named_with_what_can_be_saved(sound, tmp_path, statem
     source, _ = sound
     path = copy_of(source.parent, tmp_path / "damaged")
     with closing(sqlite3.connect(path)) as db:
-        for (trigger,) in db.execute("SELECT name FROM sqlite_schema WHERE type = 'trigger'").fetchall():
-            db.execute(f"DROP TRIGGER {trigger}")  # what changes the bytes behind SQLite's back fires none
+        db.create_function("seal", -1, lambda *_: b"")
+        triggers = db.execute("SELECT name, sql FROM sqlite_schema WHERE type = 'trigger'").fetchall()
+        for name, _ in triggers:
+            db.execute(f"DROP TRIGGER {name}")  # what changes the bytes behind SQLite's back fires none
         db.execute(statement)
+        for _, sql in triggers:
+            db.execute(sql)
         db.commit()
     store = SqliteStore(path, create=False)
     with pytest.raises(StoreError, match=f"{named}.*restore store.sqlite.*model.source"):
