@@ -4,8 +4,9 @@
     python benchmarks/staleness/run.py --seeds 0 --steps 10 --out /tmp/staleness.json
 
 Generator and trainer are Rollmill's own classes in one process, so that staleness is exact and not a matter of speed:
-the samples of step t come from the weights of step t - staleness (from the first weights while t is smaller). Every run
-samples the same number of rollouts. Writes `result.json` and `staleness.svg` beside this file after each seed.
+the samples of step t come from the weights of step t - staleness (from the first weights while t is smaller), and every
+step checks that. Every run samples the same number of rollouts. Writes `result.json` and `staleness.svg` beside this
+file after each seed.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ import msgspec
 import numpy as np
 import torch
 from base_model import Problem
+from tables import ARMS, SEEDS, STALENESS, ratios, summary
 from transformers import PreTrainedModel
 
 from rollmill.algorithms.grouping import close_group
@@ -58,23 +60,18 @@ from rollmill.types import (
     Task,
     Turn,
     derive_seed,
+    raw_reward_of,
 )
 
 HERE = Path(__file__).parent
 MODEL_SEED = 7
-STALENESS = (0, 1, 2, 4, 8, 16)
-SEEDS = (0, 1, 2, 3, 4)
 LEARNING_RATES = (3e-4, 1e-3)
 STEPS = 64
 EVALUATE_EVERY = 16
-GROUPS, GROUP_SIZE = 8, 8
+GROUPS, GROUP_SIZE = 16, 8
+SAMPLES = 2
 MAX_NEW_TOKENS = 5
 DEADLINE_S = 600.0
-ARMS = {
-    "truncated": "importance weight proximal / behaviour, truncated at 2 (the default)",
-    "none": "no importance weight; PPO's clip acts on policy / behaviour",
-    "ignored": "as if samples were fresh: behaviour log-probs recomputed with the trained weights",
-}
 
 
 def config_of(*, learning_rate: float, arm: str) -> RollmillConfig:
@@ -143,22 +140,29 @@ class Run:
         """Return evaluations of the trained weights over the run."""
         curve = [await self._evaluate()]
         for step in range(steps):
-            await self._serve(max(0, step - self._staleness))
+            await self._load(self._history[0], step=max(0, self._trainer.optimizer_step - self._staleness))
             groups = await self._sample(step)
             trainable = [group for group in groups if group.verdict is FilterVerdict.TRAINABLE]
-            if self._arm == "ignored":
-                trainable = as_if_fresh(trainable, model=self._trainer.model, config=self._config)
             if trainable:  # else there is nothing to learn from, and the weights stay
-                self._trainer.train_step(trainable, optimizer_step_of=self._steps_by_version.__getitem__)
-            self._history = [*self._history, self._copy()][-(self._staleness + 1) :]
+                self._learn(trainable)
             if (step + 1) % EVALUATE_EVERY == 0 or step + 1 == steps:
-                curve.append({"step": step + 1, **await self._evaluate()})
+                rewards = [raw_reward_of(rollout.outcome) or 0.0 for group in groups for rollout in group.rollouts]
+                curve.append({"reward": statistics.mean(rewards), **await self._evaluate()})
         await self._engine.close()
         return curve
 
-    async def _serve(self, step: int) -> None:
-        """Load the weights of a step into the engine; the oldest ones that are kept are exactly those."""
-        await self._load(self._history[0], step=step)
+    def _learn(self, groups: list[Group]) -> None:
+        """Make one optimizer step, and check that its samples had exactly the age they should have."""
+        wanted = min(self._staleness, self._trainer.optimizer_step)
+        if self._arm == "ignored":
+            groups = as_if_fresh(groups, model=self._trainer.model, config=self._config)
+        metrics = self._trainer.train_step(groups, optimizer_step_of=self._steps_by_version.__getitem__)
+        if (metrics.staleness_mean, metrics.staleness_max) != (wanted, wanted):
+            raise RuntimeError(
+                f"step {metrics.optimizer_step} trained on samples of staleness {metrics.staleness_mean:g} (at most "
+                f"{metrics.staleness_max:g}), wanted {wanted}"
+            )
+        self._history = [*self._history, self._copy()][-(self._staleness + 1) :]
 
     async def _load(self, tensors: dict[str, torch.Tensor], *, step: int) -> None:
         version = max(self._steps_by_version) + 1
@@ -243,22 +247,36 @@ class Run:
         return Scored(raw_reward=right, shaped_reward=right)
 
     async def _evaluate(self) -> dict[str, Any]:
-        """Return greedy accuracy of the trained weights on the held-out problems."""
+        """Return the accuracy of the trained weights on the held-out problems: sampled, and greedy beside it.
+
+        Sampled at temperature 1 is what the rewards of training measure.
+        """
         await self._load(self._copy(), step=self._trainer.optimizer_step)
-        greedy = SamplingParams(
-            temperature=0.0, max_new_tokens=MAX_NEW_TOKENS, stop_token_ids=self._renderer.stop_token_ids
-        )
+        sampled = await self._share_right(temperature=1.0, times=SAMPLES)
+        greedy = await self._share_right(temperature=0.0, times=1)
+        return {"step": self._trainer.optimizer_step, **sampled, "greedy": greedy["accuracy"]}
+
+    async def _share_right(self, *, temperature: float, times: int) -> dict[str, Any]:
+        asked = [problem for problem in self._held_out for _ in range(times)]
         turns = await self._answers(
-            self._held_out,
-            sampling=[greedy] * len(self._held_out),
-            label=f"evaluation{max(self._steps_by_version)}",
-            group_keys=[""] * len(self._held_out),
+            asked,
+            sampling=[
+                SamplingParams(
+                    temperature=temperature,
+                    max_new_tokens=MAX_NEW_TOKENS,
+                    seed=derive_seed("evaluation", index),
+                    stop_token_ids=self._renderer.stop_token_ids,
+                )
+                for index in range(len(asked))
+            ],
+            label=f"evaluation {max(self._steps_by_version)} at {temperature:g}",
+            group_keys=[f"{temperature:g}.{index // times}" for index in range(len(asked))],
         )
         right = sum(
             self._renderer.decode(turn.output_ids) == base_model.answer(problem)
-            for problem, turn in zip(self._held_out, turns, strict=True)
+            for problem, turn in zip(asked, turns, strict=True)
         )
-        return {"step": self._trainer.optimizer_step, **proportion(right, len(turns)).as_dict()}
+        return proportion(right, len(turns)).as_dict()
 
 
 async def one_run(model: Path, *, steps: int, **settings: Any) -> dict[str, Any]:
@@ -283,53 +301,6 @@ def machine() -> dict[str, Any]:
         "load_average": os.getloadavg()[0],
         "date": time.strftime("%Y-%m-%d"),
     }
-
-
-def summary(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return mean accuracy over seeds, with its standard error, for every setting that was run."""
-    settings = sorted({(run["learning_rate"], run["arm"], run["staleness"]) for run in runs})
-    rows: list[dict[str, Any]] = []
-    for learning_rate, arm, staleness in settings:
-        found = [
-            run["accuracy"]
-            for run in runs
-            if (run["learning_rate"], run["arm"], run["staleness"]) == (learning_rate, arm, staleness)
-        ]
-        spread = statistics.stdev(found) if len(found) > 1 else 0.0
-        rows.append(
-            {
-                "learning_rate": learning_rate,
-                "arm": arm,
-                "staleness": staleness,
-                "accuracy": statistics.mean(found),
-                "standard_error": spread / len(found) ** 0.5,
-                "seeds": len(found),
-            }
-        )
-    return rows
-
-
-def ratios(runs: list[dict[str, Any]], *, learning_rate: float) -> dict[str, float]:
-    """Return for each staleness the median over seeds of accuracy with the default correction over accuracy with none.
-
-    Larger than 1 means that the correction helped.
-    """
-    accuracy = {
-        (run["arm"], run["staleness"], run["seed"]): run["accuracy"]
-        for run in runs
-        if run["learning_rate"] == learning_rate
-    }
-    found: dict[str, float] = {}
-    for staleness in STALENESS:
-        for other in ("none", "ignored"):
-            pairs = [
-                accuracy["truncated", staleness, seed] / accuracy[other, staleness, seed]
-                for seed in SEEDS
-                if ("truncated", staleness, seed) in accuracy and accuracy.get((other, staleness, seed))
-            ]
-            if pairs:
-                found[f"truncated_over_{other}_staleness_{staleness}"] = statistics.median(pairs)
-    return found
 
 
 def draw(rows: list[dict[str, Any]], path: Path, *, taught: float) -> None:
