@@ -60,7 +60,7 @@ def new_core(kernels: Any, *, path: Path, slots: int) -> EngineCore:
 
 def fill(core: EngineCore, rows: int) -> None:
     """Start `rows` rollouts in groups and take them past their prompts."""
-    numbers = np.random.default_rng(rows)
+    numbers, now_s = np.random.default_rng(rows), SystemClock().now_s()
     for group in range(rows // GROUP):
         ids = numbers.integers(100, 40_000, PROMPT_TOKENS).astype(np.int32)
         for member in range(GROUP):
@@ -71,10 +71,12 @@ def fill(core: EngineCore, rows: int) -> None:
                 group_key=f"group-{group}",
                 deadline_s=3600.0,
             )
-            core.submit(Sequence(request, max_model_len=128, now_s=0.0, deliver=lambda turn: None))
+            core.submit(Sequence(request, max_model_len=128, now_s=now_s, deliver=lambda turn: None))
     while core.waiting:
         core.step()
     core.step()
+    if len(core.running) != rows:
+        raise RuntimeError(f"{len(core.running)} of {rows} rollouts run: slots or deadlines do not fit the benchmark")
 
 
 def tokens_per_cpu_s(core: EngineCore, rows: int) -> float:
