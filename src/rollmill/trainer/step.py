@@ -7,6 +7,7 @@ weights and an equal batch order give equal bits on the same CPU. Nothing is cha
 from __future__ import annotations
 
 import copy
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -131,14 +132,6 @@ class Trainer:
         self._loss = loss_settings(config.algorithm)
         self._dtype = resolve_dtype(config.trainer.dtype)
         self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        self._optimizer = torch.optim.AdamW(
-            list(self._parameters.values()),
-            lr=config.trainer.learning_rate,
-            betas=config.trainer.betas,
-            eps=config.trainer.eps,
-            weight_decay=config.trainer.weight_decay,
-            fused=True,
-        )
         self._reference = self._frozen(reference) if self._loss.kl_coefficient > 0 else None
         head: Any = model.get_output_embeddings()
         self._head_weights = head.weight.numel()
@@ -147,6 +140,19 @@ class Trainer:
         self._body_weights = sum(p.numel() for p in self._parameters.values()) - embedding.weight.numel()
         if head.weight is not embedding.weight:
             self._body_weights -= self._head_weights
+
+    @functools.cached_property
+    def _optimizer(self) -> torch.optim.AdamW:
+        """Made at its first use: that imports torch's compiler, for which the first publication need not wait."""
+        settings = self._config.trainer
+        return torch.optim.AdamW(
+            list(self._parameters.values()),
+            lr=settings.learning_rate,
+            betas=settings.betas,
+            eps=settings.eps,
+            weight_decay=settings.weight_decay,
+            fused=True,
+        )
 
     def _frozen(self, reference: PreTrainedModel | None) -> PreTrainedModel:
         frozen = prepare_model(reference if reference is not None else copy.deepcopy(self.model))
