@@ -1,7 +1,7 @@
 """A replica that only evaluates: a child of the controller, at low priority, outside the rotation.
 
-Starts when a version is to be evaluated, loads and proves it like any replica, answers, and ends when no evaluation
-follows. Decides nothing about when; `rollmill.controller.side_evaluation` does. It dies with the controller.
+Starts with the version that is to be evaluated, loads and proves it like any replica, answers, goes on to later ones,
+and ends when no evaluation follows. Decides nothing about when; `rollmill.controller.side_evaluation` does. It dies with the controller.
 
     Waits for                   Woken by        Gives up after
     the replica's address       doorbell, tick  REPLICA_DEADLINE_S, or the end of its process
@@ -23,7 +23,7 @@ from rollmill.errors import EngineDead, Fault
 from rollmill.generator.client import GeneratorClient
 from rollmill.runtime.children import Child, spawn
 from rollmill.runtime.failure import read_record as read_failure
-from rollmill.runtime.incarnation import write_record
+from rollmill.runtime.incarnation import Evaluating, write_record
 from rollmill.runtime.layout import EVALUATOR, ProcessLayout
 from rollmill.types import GenerateRequest, Turn
 from rollmill.weights.protocol import ModelRepository
@@ -101,7 +101,7 @@ class Evaluator:
         """
         if self._child is None or not self._child.is_alive():
             await self.close()
-            self._start()
+            self._start(policy_version)
         client = self._client or await self._first_contact()
         try:
             await client.load_weights(policy_version, deadline_s=self._config.generator.load_deadline_s)
@@ -109,9 +109,11 @@ class Evaluator:
             raise EvaluatorLost(f"it could not load policy version {policy_version}: {fault}") from fault
         return client
 
-    def _start(self) -> None:
+    def _start(self, policy_version: int) -> None:
         self._starts += 1
         self._layout.address(EVALUATOR).unlink(missing_ok=True)
+        # An engine never goes back to an older version, so it must start with this one, not with the newest.
+        write_record(self._layout.asked_version(EVALUATOR), Evaluating(policy_version=policy_version))
         self._child = spawn(
             EVALUATOR,
             layout=self._layout,

@@ -127,9 +127,10 @@ def _load_newest(
 ) -> tuple[WeightManifest, dict[str, torch.Tensor]]:
     """Return the newest weights, or those that an evaluation under way asks for, where they can still be had."""
     newest = _first_weights(context, repository, clock=clock)
-    if context.layout.evaluating.exists():
+    file = context.layout.asked_version(context.name)
+    if file.exists():
         with contextlib.suppress(WeightError, RunDirectoryError):
-            asked = read_record(context.layout.evaluating, Evaluating).policy_version
+            asked = read_record(file, Evaluating).policy_version
             return repository.manifest(asked), _held_and_loaded(repository, asked)
     while True:
         manifest = newest

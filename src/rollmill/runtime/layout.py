@@ -44,6 +44,10 @@ class ProcessLayout:
         """Return where a process keeps its seconds ledger."""
         return self.processes / f"{process}.{life}.seconds.json"
 
+    def asked_version(self, process: str) -> Path:
+        """Return where the version stands that a replica shall start with, if an evaluation asks for one."""
+        return self.processes / "evaluator.version.json" if process == EVALUATOR else self.evaluating
+
     def life(self, process: str, *, life: str) -> Path:
         """Return where the life of a process is kept that is no child of the supervisor."""
         return self.processes / f"{process}.{life}.life.json"
