@@ -1,7 +1,8 @@
 """A replica that only evaluates: a child of the controller, at low priority, outside the rotation.
 
 Starts with the version that is to be evaluated, loads and proves it like any replica, answers, goes on to later ones,
-and ends when no evaluation follows. Decides nothing about when; `rollmill.controller.side_evaluation` does. It dies with the controller.
+and ends when no evaluation follows. Decides nothing about when; `rollmill.controller.side_evaluation` does. It dies
+with the controller.
 
     Waits for                   Woken by        Gives up after
     the replica's address       doorbell, tick  REPLICA_DEADLINE_S, or the end of its process
