@@ -73,6 +73,10 @@ def _read_header(handle: io.FileIO, *, path: Path) -> tuple[dict[str, Any], int]
             raise ValueError(f"a header of {length} bytes")
         header = json.loads(handle.read(length))
         header.pop("__metadata__", None)
+        for name, entry in header.items():
+            low, high = entry["data_offsets"]
+            if not (0 <= low <= high and isinstance(entry["dtype"], str) and isinstance(entry["shape"], list)):
+                raise ValueError(f"the entry of {name!r} makes no sense")
         end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
     except (struct.error, ValueError, KeyError, TypeError, AttributeError) as error:
         raise WeightError(f"{path} is not a safetensors file, or its header is damaged: {error}.") from error

@@ -79,6 +79,14 @@ def test_a_flipped_bit_in_any_file_is_found_or_changes_nothing_that_is_read(soun
     assert found == whole
 
 
+@pytest.mark.parametrize("word", [b'"dtype"', b'"shape"', b'"data_offsets"', b'"F32"', b"[64"])
+def test_a_flipped_bit_in_a_word_of_the_tensors_header_is_told_as_damage(sound, word):
+    data = bytearray((sound / "model.safetensors").read_bytes())
+    data[data.index(word) + 1] ^= 1
+    with changed(sound / "model.safetensors", bytes(data)), pytest.raises(CheckpointError, match="is damaged"):
+        read_checkpoint(sound)
+
+
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("length", [0, 1, 7, 8, 9, 0.25, 0.5, -8, -1])
 def test_a_file_that_was_cut_anywhere_is_found(sound, name, length):
