@@ -18,13 +18,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-import datasets
+import datasets  # pyright: ignore[reportMissingImports] - only in TRL's own environment
 import torch
 import transformers
-import trl
+import trl  # pyright: ignore[reportMissingImports]
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
-from trl import GRPOConfig, GRPOTrainer
+from trl import GRPOConfig, GRPOTrainer  # pyright: ignore[reportMissingImports]
 
 INTEGER = re.compile(r"-?\d+")
 
