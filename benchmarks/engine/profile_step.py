@@ -4,7 +4,8 @@
     python benchmarks/engine/profile_step.py --rows 32 --kernels auto
 
 One thread, float32, groups of 8 with prompts of 48 tokens, a few tokens into the answer. The rate is measured without a
-profiler, the engines taking turns; the parts with torch's profiler, as shares of what its operators and Python took.
+profiler, the engines taking turns, in CPU-seconds; the parts with torch's profiler, which counts wall time: read them
+as shares, on a quiet machine.
 """
 
 from __future__ import annotations

@@ -17,10 +17,12 @@ over the peer's, paired; larger is better for us.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import platform
 import queue
+import signal
 import statistics
 import subprocess
 import sys
@@ -202,7 +204,14 @@ def work_flop(model: Path, *, group: int) -> float:
 
 
 def measure(
-    peers: list[Peer], *, rollouts: list[int], repeats: int, dtype: str, threads: int, known: dict[str, str]
+    peers: list[Peer],
+    *,
+    vocabulary: int,
+    rollouts: list[int],
+    repeats: int,
+    dtype: str,
+    threads: int,
+    known: dict[str, str],
 ) -> list[dict[str, Any]]:
     """Return one entry per case and repeat; the peers take turns, in an order that rotates."""
     runs = []
@@ -214,7 +223,7 @@ def measure(
                     if peer.name == "transformers" and group == 1:
                         continue  # a padded static batch does the same work whatever the prompts share
                     case = {"rollouts": count, "group": group, "seed": 100 * repeat + count + group}
-                    case |= {"prompt_tokens": PROMPT_TOKENS, "new_tokens": NEW_TOKENS}
+                    case |= {"prompt_tokens": PROMPT_TOKENS, "new_tokens": NEW_TOKENS, "vocabulary": vocabulary}
                     load = os.getloadavg()[0]
                     try:
                         seconds = peer.ask(case)
@@ -241,23 +250,28 @@ def measure(
 
 
 def start(
-    names: list[str], *, model: Path, dtype: str, threads: int, folder: Path, failures: dict[str, str]
+    names: list[str],
+    *,
+    model: Path,
+    dtype: str,
+    threads: int,
+    folder: Path,
+    failures: dict[str, str],
+    closing: contextlib.ExitStack,
 ) -> tuple[list[Peer], dict[str, Any]]:
-    """Start the workers one after the other; who does not start is recorded and left out."""
+    """Start the workers one after the other, to be ended by `closing`; who does not start is recorded and left out."""
     ready, facts = [], {}
     for name in names:
-        peer = None
         try:
             python = vllm_python() if name == "vllm" else Path(sys.executable)
             log = folder / f"{name}-{dtype}-{threads}.log"
             peer = Peer(name, python=python, model=model, dtype=dtype, threads=threads, log=log)
+            closing.callback(peer.close)
             facts[name] = peer.answer(START_DEADLINE_S)
             ready.append(peer)
         except (RuntimeError, OSError, subprocess.TimeoutExpired) as error:
             failures[name] = str(error)
             print(f"{name} is left out: {str(error)[-500:]}", flush=True)
-            if peer is not None:
-                peer.close()
     return ready, facts
 
 
@@ -309,6 +323,7 @@ def main() -> None:
     parser.add_argument("--slow", action="store_true", help="also 64 rollouts in emulated bfloat16")
     parser.add_argument("--out", type=Path, default=HERE / "result.json")
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))  # so that the workers are ended on the way out
     names = ["rollmill", *[name for name in args.peers if name != "rollmill"]]
 
     import tempfile
@@ -333,22 +348,26 @@ def main() -> None:
             rollouts = [n for n in args.rollouts if not slow or args.slow or (dtype, n) not in SLOW]
             for threads in args.threads:
                 failures: dict[str, str] = {}
-                peers, facts = start(
-                    names, model=model, dtype=dtype, threads=threads, folder=Path(folder), failures=failures
-                )
-                try:
+                with contextlib.ExitStack() as closing:
+                    peers, facts = start(
+                        names,
+                        model=model,
+                        dtype=dtype,
+                        threads=threads,
+                        folder=Path(folder),
+                        failures=failures,
+                        closing=closing,
+                    )
                     ideal = gemm_flops(dtype, threads=threads)
                     runs = measure(
                         peers,
+                        vocabulary=json.loads((model / "config.json").read_text())["vocab_size"],
                         rollouts=rollouts,
                         repeats=1 if slow else args.repeats,
                         dtype=dtype,
                         threads=threads,
                         known=failures,
                     )
-                finally:
-                    for peer in peers:
-                        peer.close()
                 fresh = {(run["peer"], run["dtype"], run["threads"], run["rollouts"]) for run in runs}
                 kept = [
                     run

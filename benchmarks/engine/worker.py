@@ -2,11 +2,12 @@
 
     python worker.py PEER MODEL_DIRECTORY DTYPE THREADS
 
-Prints one JSON line when it is ready (version, start-up seconds), then one per request line
-`{"rollouts": 16, "group": 8, "prompt_tokens": 64, "new_tokens": 64, "seed": 0}` with the seconds it took, wall and CPU
-(the process and its children). The peer is `rollmill`, `transformers` or `vllm`; each is imported only when asked for,
-because they live in different environments. Prompts are random token ids, one per group, temperature 1, the log-prob
-of every sampled token is returned, and nothing stops early.
+Prints one JSON line when it is ready (version, start-up seconds), then one per request line with the seconds it took,
+wall and CPU (the process and its children). A request is
+`{"rollouts": 16, "group": 8, "prompt_tokens": 64, "new_tokens": 64, "vocabulary": 49152, "seed": 0}`. The peer is
+`rollmill`, `transformers` or `vllm`; each is imported only when asked for, because they live in different environments.
+Prompts are random token ids, one per group, temperature 1, the log-prob of every sampled token is returned, and nothing
+stops early.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from typing import Any
 Prompts = list[list[int]]
 Generate = Callable[[Prompts, dict[str, Any]], int]
 
-LOWEST_ID, HIGHEST_ID = 100, 40_000
+LOWEST_ID = 3
 
 
 def prompts_of(case: dict[str, Any]) -> Prompts:
@@ -30,7 +31,7 @@ def prompts_of(case: dict[str, Any]) -> Prompts:
     numbers = random.Random(case["seed"])
     prompts = []
     for _ in range(case["rollouts"] // case["group"]):
-        ids = [numbers.randint(LOWEST_ID, HIGHEST_ID) for _ in range(case["prompt_tokens"])]
+        ids = [numbers.randrange(LOWEST_ID, case["vocabulary"]) for _ in range(case["prompt_tokens"])]
         prompts += [ids] * case["group"]
     return prompts
 
@@ -176,7 +177,7 @@ def main() -> None:
     os.dup2(2, 1)
     started_s = time.perf_counter()
     generate, version = PEERS[peer](path, dtype=dtype, threads=threads)
-    warm = {"rollouts": 2, "group": 1, "prompt_tokens": 64, "new_tokens": 2, "seed": 0}
+    warm = {"rollouts": 2, "group": 1, "prompt_tokens": 64, "new_tokens": 2, "vocabulary": 100, "seed": 0}
     generate(prompts_of(warm), warm)
     answers.write(json.dumps({"version": version, "start_s": time.perf_counter() - started_s}) + "\n")
     for line in sys.stdin:
