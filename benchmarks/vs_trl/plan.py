@@ -234,8 +234,8 @@ def minutes(item: Item, runs: Sequence[Record]) -> float:
         if known:
             return statistics.median(known) / 60
     if item.phase == "pilot":
-        return 2.0
+        return 4.0
     rollouts = item.setting.prompts_per_step * item.setting.group_size
-    per_rollout_s = {"trl": 0.55, "replace": 0.32, "shrink": 0.16}["trl" if item.side == "trl" else item.zero_advantage]
-    evaluation_s = 12.0 * item.steps / EVALUATE_EVERY
+    per_rollout_s = {"trl": 0.8, "replace": 0.25, "shrink": 0.16}["trl" if item.side == "trl" else item.zero_advantage]
+    evaluation_s = 20.0 * item.steps / EVALUATE_EVERY
     return (30.0 + item.steps * rollouts * per_rollout_s + evaluation_s) / 60
