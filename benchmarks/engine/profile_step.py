@@ -101,7 +101,7 @@ def parts(core: EngineCore, rows: int) -> dict[str, float]:
     total = (time.process_time() - started) * 1e3 / STEPS
     core.abort_all()
     own = {event.key: event.self_cpu_time_total / 1e3 / STEPS for event in seen.key_averages()}
-    found = {part: sum(own.get(name, 0.0) for name in names) for part, names in PARTS.items()}
+    found = {part: float(sum(own.get(name, 0.0) for name in names)) for part, names in PARTS.items()}
     operators = sum(own.values())
     found["norms, rotary, activations"] = operators - sum(found.values())
     found["Python and the profiler"] = max(0.0, total - operators)

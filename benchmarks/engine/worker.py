@@ -107,7 +107,7 @@ def transformers_generate(path: str, *, dtype: str, threads: int) -> tuple[Gener
     import transformers
 
     torch.set_num_threads(threads)
-    model = transformers.AutoModelForCausalLM.from_pretrained(
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(
         path, dtype=getattr(torch, dtype), attn_implementation="sdpa", local_files_only=True
     ).eval()
 
@@ -141,7 +141,7 @@ def vllm_engine(path: str, *, dtype: str, threads: int) -> tuple[Generate, str]:
     """vLLM's offline engine on its CPU build: eager, blocks of 32 so that short prompts share their prefix."""
     from importlib.metadata import version
 
-    from vllm import LLM, SamplingParams
+    from vllm import LLM, SamplingParams  # pyright: ignore[reportMissingImports]  (its own environment)
 
     engine = LLM(
         model=path,
