@@ -35,6 +35,9 @@ def json_option(command: Callable[P, R]) -> Callable[P, R]:
         except RollmillError as error:
             show_error(error.code, str(error), as_json=as_json)
             sys.exit(USER_ERROR_STATUS if isinstance(error, UserError) else FAULT_STATUS)
+        except KeyboardInterrupt:
+            show_error("interrupted", "stopped by Ctrl-C.", as_json=as_json)
+            sys.exit(INTERRUPTED_STATUS)
 
     option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of text.")
     return option(guarded)

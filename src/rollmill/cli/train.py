@@ -27,7 +27,7 @@ from rollmill.runtime.books import write_summary
 from rollmill.runtime.incarnation import Incarnation
 from rollmill.runtime.layout import ProcessLayout
 from rollmill.runtime.resume import first_incarnation, next_incarnation
-from rollmill.runtime.supervisor import RunEnd, Supervisor
+from rollmill.runtime.supervisor import RunEnd, Supervisor, hold_signals
 from rollmill.telemetry.run_directory import RunDirectory
 from rollmill.telemetry.summary import check_books, render_summary
 
@@ -54,6 +54,7 @@ def train_command(
     if not as_json:
         for warning in planned.warnings:
             click.echo(f"warning: {warning}", err=True)
+    hold_signals()
     directory, layout, incarnation = _open(loaded, resume_directory)
     for repair in incarnation.repairs:
         click.echo(f"warning: {repair}", err=True)

@@ -60,7 +60,8 @@ async def run_rollout(
         renderer: of the policy's model.
         generate: one generation call.
         sampling: with the rollout's seed (from run, task number and sibling; neither the attempt nor the group's id,
-            so that a rollout dispatched again, or sampled again after a resume, draws from the same stream). Each turn derives its own. Empty stop tokens mean the renderer's.
+            so that a rollout dispatched again, or sampled again after a resume, draws from the same stream). Each turn
+            derives its own. Empty stop tokens mean the renderer's.
         schedule: what becomes of a reply that the token cap cut.
         clock: stamps start, end and phases.
         request_deadline_s: deadline of each generation call; less where the rollout's own comes first.

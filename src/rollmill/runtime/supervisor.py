@@ -61,6 +61,12 @@ PREFLIGHT_DEADLINE_S = 900.0
 RECONCILE_DEADLINE_S = 300.0
 KILL_AFTER_S = 3.0
 MEASURE_EVERY_S = 3.0
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+def hold_signals() -> None:
+    """Keep Ctrl-C and SIGTERM waiting until a `Supervisor` listens, so that neither cuts the making of a run in half."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
 
 
 class RunEnd(msgspec.Struct, frozen=True, kw_only=True):
@@ -440,7 +446,9 @@ class _Signals:
         self._read.setblocking(False)
         self._write.setblocking(False)
         self._before_fd = signal.set_wakeup_fd(self._write.fileno())
-        self._before = {number: signal.signal(number, self._note) for number in (signal.SIGINT, signal.SIGTERM)}
+        self._before = {number: signal.signal(number, self._note) for number in STOP_SIGNALS}
+        # Before anything is spawned: a child would inherit the block.
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
         return self
 
     def __exit__(self, *_: object) -> None:

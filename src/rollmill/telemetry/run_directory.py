@@ -271,11 +271,23 @@ class RunDirectory:
             return
         if not self.root.is_dir():
             raise RunDirectoryError(f"{self.root} is a file, not a folder. Choose another run.name or run.directory.")
-        if any(self.root.iterdir()):
+        if any(self.root.iterdir()) and not self._half_made():
             raise RunDirectoryError(
                 f"{self.root} is not empty{_last_word(self.summary)}. Go on with it: `rollmill train --resume "
                 f"{self.root}`; or start beside it: `--set run.name=another`; or remove it."
             )
+
+    def _half_made(self) -> bool:
+        """Whether the folder holds only what a `create` that was cut short leaves: no run began there."""
+        for path in self.root.iterdir():
+            if path.name in FOLDERS:
+                if any(path.iterdir()):
+                    return False
+            elif path.name not in ("lock", "config.toml") and not path.name.startswith(
+                (".config.toml.", ".config.json.")
+            ):
+                return False
+        return (self.root / "lock").exists()
 
     def _make_folders(self) -> None:
         try:

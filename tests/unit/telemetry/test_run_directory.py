@@ -8,7 +8,7 @@ from rollmill.config import RollmillConfig, load_config, parse_config
 from rollmill.config.load import all_keys
 from rollmill.errors import RunDirectoryError
 from rollmill.telemetry.files import write_json_atomic
-from rollmill.telemetry.run_directory import RESUMABLE, RunDirectory, digest_of
+from rollmill.telemetry.run_directory import FOLDERS, RESUMABLE, RunDirectory, digest_of
 
 
 def config_of(*overrides: str) -> RollmillConfig:
@@ -34,6 +34,26 @@ def test_a_new_run_has_its_folders_and_its_configuration(made):
 def test_an_empty_folder_is_taken(tmp_path):
     RunDirectory.create(tmp_path, config=config_of(), started_at_s=0.0).close()
     assert (tmp_path / "config.toml").exists()
+
+
+@pytest.mark.parametrize("left", [["lock"], ["lock", "config.toml"], ["lock", "config.toml", ".config.json.x1"]])
+def test_a_folder_whose_making_was_cut_short_is_taken(tmp_path, left):
+    for folder in FOLDERS:
+        (tmp_path / folder).mkdir()
+    for name in left:
+        (tmp_path / name).touch()
+    made = RunDirectory.create(tmp_path, config=config_of(), started_at_s=0.0)
+    assert made.identity().incarnations
+    made.close()
+
+
+@pytest.mark.parametrize("kept", ["notes.txt", "checkpoints/step-000004", "config.json"])
+def test_a_folder_that_holds_anything_else_is_occupied(tmp_path, kept):
+    for name in ("lock", kept):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    with pytest.raises(RunDirectoryError, match="is not empty"):
+        RunDirectory.create(tmp_path, config=config_of(), started_at_s=0.0)
 
 
 def test_a_folder_in_use_by_an_earlier_run_is_refused_with_three_ways_out(made):
