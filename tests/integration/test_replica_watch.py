@@ -20,7 +20,7 @@ from generator_builders import MemoryRepository
 from rollmill.clock import SystemClock
 from rollmill.config.schema import EnvironmentSettings, GeneratorSettings, RollmillConfig, RunSettings, TaskMix
 from rollmill.controller.replicas import ReplicaLost
-from rollmill.errors import EngineDead, ProducersGone
+from rollmill.errors import EngineDead, ProducersGone, WeightError
 from rollmill.generator.engines.fake import FakeEngine, FakeFaults
 from rollmill.generator.main import serve
 from rollmill.runtime.failure import read_record, record_of_exit
@@ -41,16 +41,26 @@ class Repository(MemoryRepository):
 
     def __init__(self) -> None:
         super().__init__()
-        for step, history_id in ((3, "h001"), (2, "h002")):
-            self.publish(
-                {"weight": torch.full((2,), float(step))},
-                optimizer_step=step,
-                parent=None,
-                history_id=history_id,
-                training_dtype="float32",
-                canary=None,
-                at_s=0.0,
-            )
+        self.loads_to_fail = 0
+        self.add(optimizer_step=3, history_id="h001")
+        self.add(optimizer_step=2, history_id="h002")
+
+    def add(self, *, optimizer_step: int, history_id: str) -> None:
+        self.publish(
+            {"weight": torch.full((2,), float(optimizer_step))},
+            optimizer_step=optimizer_step,
+            parent=None,
+            history_id=history_id,
+            training_dtype="float32",
+            canary=None,
+            at_s=0.0,
+        )
+
+    def load(self, policy_version: int) -> dict[str, torch.Tensor]:
+        if self.loads_to_fail:
+            self.loads_to_fail -= 1
+            raise WeightError("the disk is slow today")
+        return super().load(policy_version)
 
 
 class Controller:
@@ -59,6 +69,7 @@ class Controller:
     def __init__(self) -> None:
         self.inbox = self
         self.told: list[Any] = []
+        self.events: list[str] = []
 
     def put(self, event: Any) -> None:
         self.told.append(event)
@@ -71,6 +82,7 @@ class Controller:
 
     def event(self, kind: str, **fields: object) -> None:
         """As a reporter."""
+        self.events.append(kind)
 
 
 class Setting:
@@ -273,6 +285,27 @@ def test_a_replica_that_could_not_load_is_ended_with_the_reason_where_the_superv
             with pytest.raises(ReplicaLost):
                 await world.watch.load(NAME, 2)
             assert len(world.losses) == 1
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("failures", [1, 2])
+def test_a_load_that_left_the_old_version_serving_is_tried_once_more(tmp_path: Path, failures: int) -> None:
+    async def main() -> None:
+        async with setting(tmp_path) as world:
+            await world.watch.look()
+            world.repository.add(optimizer_step=4, history_id="h002")
+            world.repository.loads_to_fail = failures
+            if failures == 1:
+                assert set(await world.watch.load(NAME, 3)) >= {"pull_s"}
+                assert world.engine.info().policy_version == 3
+                assert world.losses == []
+            else:
+                with pytest.raises(ReplicaLost, match="slow today"):
+                    await world.watch.load(NAME, 3)
+                assert world.engine.info().policy_version == 2
+                assert len(world.losses) == 1
+            assert world.controller.events.count("load_failed") == 1
 
     asyncio.run(main())
 

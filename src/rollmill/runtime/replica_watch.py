@@ -184,19 +184,35 @@ class ReplicaWatch:
     async def load(self, replica_id: str, policy_version: int) -> dict[str, float]:
         """Have a replica load and prove a version, and return how long each part took; one that cannot is lost.
 
+        A failed load that left the old version serving is tried once more: a slow disk or a version that was retired
+        while it was read is no reason to lose a replica.
+
         Raises:
             ReplicaLost: if it is gone or could not load; the controller has been told.
         """
         client = self.clients.get(replica_id)
         if client is None:
             raise ReplicaLost(f"{replica_id} is not in rotation any more; it joins again with newer weights.")
+        deadline_s = self._config.generator.load_deadline_s
         try:
-            report = await client.load_weights(policy_version, deadline_s=self._config.generator.load_deadline_s)
+            try:
+                report = await client.load_weights(policy_version, deadline_s=deadline_s)
+            except Fault as fault:
+                if not await self._serves_on(replica_id, client):
+                    raise
+                self._reporter.event(
+                    "load_failed", replica_id=replica_id, policy_version=policy_version, reason=str(fault)
+                )
+                report = await client.load_weights(policy_version, deadline_s=deadline_s)
         except Fault as fault:
             if self.clients.get(replica_id) is client:
                 self._condemn(replica_id, fault)
             raise ReplicaLost(f"{replica_id} could not load policy version {policy_version}: {fault}") from fault
         return report.seconds()
+
+    async def _serves_on(self, name: str, client: GeneratorClient) -> bool:
+        status = await self._status(name, client)
+        return status is not None and status.state is ReplicaState.SERVING
 
     async def poll(self) -> list[ReplicaStatus]:
         """Return the status of each replica in rotation; one that serves nothing any more is lost."""

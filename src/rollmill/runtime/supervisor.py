@@ -65,7 +65,7 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 def hold_signals() -> None:
-    """Keep Ctrl-C and SIGTERM waiting until a `Supervisor` listens, so that neither cuts the making of a run in half."""
+    """Keep Ctrl-C and SIGTERM waiting until a `Supervisor` listens: neither cuts the making of a run in half."""
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
 
 
