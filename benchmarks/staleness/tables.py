@@ -6,12 +6,20 @@ import statistics
 from typing import Any
 
 STALENESS = (0, 1, 2, 4, 8, 16)
-SEEDS = (0, 1, 2, 3, 4)
+SEEDS = (0, 1, 2)
 ARMS = {
     "truncated": "importance weight proximal / behaviour, truncated at 2 (the default)",
     "none": "no importance weight; PPO's clip acts on policy / behaviour",
     "ignored": "as if samples were fresh: behaviour log-probs recomputed with the trained weights",
 }
+
+
+def settings_of_a_seed() -> list[tuple[int, str]]:
+    """Return (staleness, arm) of every run of a seed and learning rate.
+
+    At staleness 0 there is nothing to correct: the arms differ by rounding, and one of them stands for all.
+    """
+    return [(staleness, arm) for staleness in STALENESS for arm in ARMS if staleness > 0 or arm == "truncated"]
 
 
 def summary(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -38,24 +46,27 @@ def summary(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return rows
 
 
-def ratios(runs: list[dict[str, Any]], *, learning_rate: float) -> dict[str, float]:
-    """Return for each staleness the median over seeds of accuracy with the default correction over accuracy with none.
+def ratios(runs: list[dict[str, Any]]) -> dict[str, float]:
+    """Return medians over seeds of one accuracy over another with the same seed and learning rate.
 
-    Larger than 1 means that the correction helped.
+    `truncated_over_<arm>`: larger than 1 means that the correction helped. `kept`: accuracy with the default correction
+    over accuracy of fresh samples; 1 means that nothing was lost.
     """
-    accuracy = {
-        (run["arm"], run["staleness"], run["seed"]): run["accuracy"]
-        for run in runs
-        if run["learning_rate"] == learning_rate
-    }
+    accuracy = {(run["learning_rate"], run["arm"], run["staleness"], run["seed"]): run["accuracy"] for run in runs}
     found: dict[str, float] = {}
-    for staleness in STALENESS:
-        for other in ("none", "ignored"):
-            pairs = [
-                accuracy["truncated", staleness, seed] / accuracy[other, staleness, seed]
-                for seed in SEEDS
-                if ("truncated", staleness, seed) in accuracy and accuracy.get((other, staleness, seed))
-            ]
-            if pairs:
-                found[f"truncated_over_{other}_staleness_{staleness}"] = statistics.median(pairs)
+    for rate in sorted({run["learning_rate"] for run in runs}):
+        for staleness in STALENESS[1:]:
+            for name, arm, age in (
+                ("kept", "truncated", 0),
+                ("truncated_over_none", "none", staleness),
+                ("truncated_over_ignored", "ignored", staleness),
+            ):
+                pairs = [
+                    accuracy[rate, "truncated", staleness, seed] / other
+                    for seed in SEEDS
+                    if (rate, "truncated", staleness, seed) in accuracy
+                    and (other := accuracy.get((rate, arm, age, seed)))
+                ]
+                if pairs:
+                    found[f"{name}_staleness_{staleness}_rate_{rate:g}"] = statistics.median(pairs)
     return found
