@@ -9,6 +9,7 @@ tensor is detected.
 
 from __future__ import annotations
 
+import gc
 import json
 import shutil
 import sys
@@ -30,6 +31,7 @@ KEEP = 2
 OWNERS = st.sampled_from(["generator-0", "evaluator"])
 NO_PROCESS = 1 << 22
 """One above the largest pid that Linux gives."""
+FOLDER_PREFIX = "publication-"
 FILE_OPERATIONS = frozenset({"open", "os.rename", "os.remove", "os.link", "os.mkdir", "fcntl.flock"})
 
 
@@ -48,8 +50,11 @@ class CrashPoint:
         self._left: int | None = None
         sys.addaudithook(self._hook)
 
-    def _hook(self, event: str, _: Any) -> None:
+    def _hook(self, event: str, arguments: Any) -> None:
         if self._left is None or event not in FILE_OPERATIONS:
+            return
+        if event != "fcntl.flock" and not any(FOLDER_PREFIX in str(argument) for argument in arguments):
+            # Somebody else's file: an import, a finaliser of another test.
             return
         if self._left == 0:
             raise Crash
@@ -57,6 +62,8 @@ class CrashPoint:
 
     def crashes(self, work: Callable[[], Any], *, after: int) -> bool:
         """Return whether work was cut off."""
+        # A process that is gone runs no finaliser either, so none of other tests' garbage may run here.
+        gc.disable()
         self._left = after
         try:
             work()
@@ -64,6 +71,7 @@ class CrashPoint:
             return True
         finally:
             self._left = None
+            gc.enable()
         return False
 
 
@@ -81,7 +89,7 @@ class PublicationMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.root = Path(tempfile.mkdtemp(prefix="publication-"))
+        self.root = Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX))
         (self.root / "shared").mkdir()
         self.published: dict[int, tuple[int, int, int]] = {}  # version -> (value, size, optimizer step)
         self.same_file: dict[int, int] = {}  # version -> the version whose file it shares

@@ -57,11 +57,14 @@ def take_spare(partial: Path) -> io.FileIO | None:
         return None
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        spare.rename(partial)
     except BlockingIOError:  # a reader is not done with it: its memory is its own from now on
         handle.close()
         spare.unlink()
         return None
-    spare.rename(partial)
+    except BaseException:
+        handle.close()
+        raise
     return handle
 
 
