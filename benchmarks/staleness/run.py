@@ -29,7 +29,7 @@ import msgspec
 import numpy as np
 import torch
 from base_model import Problem
-from tables import ARMS, SEEDS, STALENESS, ratios, settings_of_a_seed, summary
+from tables import ARMS, SEEDS, STALENESS, line_of, ratios, settings_of_a_seed, summary
 from transformers import LlamaForCausalLM, PreTrainedModel
 
 from rollmill.algorithms.grouping import close_group
@@ -264,15 +264,14 @@ def draw(rows: list[dict[str, Any]], path: Path, *, taught: float) -> None:
 
     mpl.use("Agg")
     mpl.rcParams["svg.hashsalt"] = "staleness"  # the same figures give the same file
+    mpl.rcParams["svg.fonttype"] = "none"  # letters stay text: smaller
     from matplotlib import pyplot
 
     rates = sorted({row["learning_rate"] for row in rows})
     figure, panels = pyplot.subplots(1, len(rates), figsize=(4.2 * len(rates), 3.4), sharey=True, squeeze=False)
     for panel, rate in zip(panels[0], rates, strict=True):
         for arm in ARMS:
-            line = [
-                row for row in rows if row["learning_rate"] == rate and (row["arm"] == arm or row["staleness"] == 0)
-            ]
+            line = line_of(rows, learning_rate=rate, arm=arm)
             panel.errorbar(
                 [STALENESS.index(row["staleness"]) for row in line],
                 [row["accuracy"] for row in line],

@@ -46,6 +46,14 @@ def summary(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return rows
 
 
+def line_of(rows: list[dict[str, Any]], *, learning_rate: float, arm: str) -> list[dict[str, Any]]:
+    """Return the rows of one arm by staleness; that of fresh samples is common to all arms."""
+    found = [
+        row for row in rows if row["learning_rate"] == learning_rate and (row["arm"] == arm or row["staleness"] == 0)
+    ]
+    return sorted(found, key=lambda row: row["staleness"])
+
+
 def ratios(runs: list[dict[str, Any]]) -> dict[str, float]:
     """Return medians over seeds of one accuracy over another with the same seed and learning rate.
 

@@ -52,6 +52,13 @@ def test_a_seed_that_lacks_one_side_enters_no_ratio(tables):
     assert tables.ratios(runs) == {}
 
 
+def test_a_line_of_the_plot_goes_from_fresh_samples_to_the_oldest(tables):
+    runs = [run("none", 16, 0, 0.3), run("none", 1, 0, 0.6), run("truncated", 0, 0, 0.7), run("truncated", 1, 0, 0.5)]
+    runs.append(run("none", 2, 0, 0.1, learning_rate=1e-4))
+    line = tables.line_of(tables.summary(runs), learning_rate=1e-3, arm="none")
+    assert [(row["staleness"], row["accuracy"]) for row in line] == [(0, 0.7), (1, 0.6), (16, 0.3)]
+
+
 def test_fresh_samples_are_trained_once_for_all_arms(tables):
     found = tables.settings_of_a_seed()
     assert [one for one in found if one[0] == 0] == [(0, "truncated")]
