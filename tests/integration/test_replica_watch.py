@@ -23,11 +23,12 @@ from rollmill.controller.replicas import ReplicaLost
 from rollmill.errors import EngineDead, ProducersGone, WeightError
 from rollmill.generator.engines.fake import FakeEngine, FakeFaults
 from rollmill.generator.main import serve
+from rollmill.generator.state import ReplicaState
 from rollmill.runtime.failure import read_record, record_of_exit
 from rollmill.runtime.layout import ProcessLayout
 from rollmill.runtime.losses import LossRecord, append_loss
 from rollmill.runtime.process import LIFE_VARIABLE
-from rollmill.runtime.replica_watch import LossLog, ReplicaWatch
+from rollmill.runtime.replica_watch import LossLog, ReplicaWatch, loads_again
 from rollmill.scheduling.events import AfterLoss, ReplicaJoined
 from rollmill.types import GenerateRequest, SamplingParams, Turn
 
@@ -287,6 +288,14 @@ def test_a_replica_that_could_not_load_is_ended_with_the_reason_where_the_superv
             assert len(world.losses) == 1
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("state", [None, *ReplicaState])
+@pytest.mark.parametrize("failures", [1, 2])
+def test_only_the_first_failure_of_a_replica_that_serves_on_is_forgiven(
+    state: ReplicaState | None, failures: int
+) -> None:
+    assert loads_again(state, failures=failures) == (state is ReplicaState.SERVING and failures == 1)
 
 
 @pytest.mark.parametrize("failures", [1, 2])

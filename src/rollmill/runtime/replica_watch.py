@@ -54,6 +54,18 @@ AFTER_LOSS = {
 }
 
 
+LOAD_ATTEMPTS = 2
+
+
+def loads_again(state: ReplicaState | None, *, failures: int) -> bool:
+    """Return whether a load that failed is tried again: only where the old version serves on, and only once.
+
+    Args:
+        state: of the replica after the failure; `None` if it does not answer.
+    """
+    return state is ReplicaState.SERVING and failures < LOAD_ATTEMPTS
+
+
 class Lost(msgspec.Struct, frozen=True, kw_only=True):
     """A replica that left the rotation and may still have to be ended."""
 
@@ -193,26 +205,24 @@ class ReplicaWatch:
         client = self.clients.get(replica_id)
         if client is None:
             raise ReplicaLost(f"{replica_id} is not in rotation any more; it joins again with newer weights.")
-        deadline_s = self._config.generator.load_deadline_s
-        try:
+        failures = 0
+        while True:
             try:
-                report = await client.load_weights(policy_version, deadline_s=deadline_s)
+                report = await client.load_weights(policy_version, deadline_s=self._config.generator.load_deadline_s)
             except Fault as fault:
-                if not await self._serves_on(replica_id, client):
-                    raise
+                failures += 1
+                status = await self._status(replica_id, client)
+                if not loads_again(None if status is None else status.state, failures=failures):
+                    if self.clients.get(replica_id) is client:
+                        self._condemn(replica_id, fault)
+                    raise ReplicaLost(
+                        f"{replica_id} could not load policy version {policy_version}: {fault}"
+                    ) from fault
                 self._reporter.event(
                     "load_failed", replica_id=replica_id, policy_version=policy_version, reason=str(fault)
                 )
-                report = await client.load_weights(policy_version, deadline_s=deadline_s)
-        except Fault as fault:
-            if self.clients.get(replica_id) is client:
-                self._condemn(replica_id, fault)
-            raise ReplicaLost(f"{replica_id} could not load policy version {policy_version}: {fault}") from fault
-        return report.seconds()
-
-    async def _serves_on(self, name: str, client: GeneratorClient) -> bool:
-        status = await self._status(name, client)
-        return status is not None and status.state is ReplicaState.SERVING
+            else:
+                return report.seconds()
 
     async def poll(self) -> list[ReplicaStatus]:
         """Return the status of each replica in rotation; one that serves nothing any more is lost."""
