@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from rollmill.config.precision import resolve_dtype
+from rollmill.config.precision import native_bfloat16, resolve_dtype
 from rollmill.config.schema import RollmillConfig
 from rollmill.errors import ConfigError
 
@@ -39,6 +39,7 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
         head_dim: width of one head.
         vocabulary_size: rows of the output head.
         max_positions: longest sequence that the model was made for.
+        tied: head and embedding are one tensor; where that is unknown, assumed, because it takes more memory.
     """
 
     parameters: int
@@ -48,6 +49,7 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     head_dim: int
     vocabulary_size: int
     max_positions: int
+    tied: bool = True
 
     @classmethod
     def of(cls, facts: Any) -> ModelFacts:
@@ -58,13 +60,15 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
         """
         if isinstance(facts, cls):
             return facts
-        values: dict[str, int] = {}
-        for name in cls.__struct_fields__:
-            value = facts.get(name) if isinstance(facts, Mapping) else getattr(facts, name, None)
+        given = {
+            name: facts.get(name) if isinstance(facts, Mapping) else getattr(facts, name, None)
+            for name in cls.__struct_fields__
+        }
+        tied = given.pop("tied")
+        for name, value in given.items():
             if value is None:
                 raise ConfigError(f"the model's facts lack {name!r}; read them with `rollmill model list`.")
-            values[name] = int(value)
-        return cls(**values)
+        return cls(**{name: int(value) for name, value in given.items()}, tied=True if tied is None else bool(tied))
 
     def kv_bytes_per_token(self, *, dtype_bytes: int) -> int:
         """Return bytes of keys and values that one token keeps in all layers."""
@@ -249,25 +253,45 @@ def _kv_bytes(config: RollmillConfig, *, model: ModelFacts) -> int:
 
 
 def _memory(config: RollmillConfig, *, model: ModelFacts) -> tuple[Memory, ...]:
+    staged = config.generator.stage_weights
     replicas = tuple(
-        Memory(process=f"generator-{number}", parts=_generator_parts(config, model=model))
+        Memory(process=f"generator-{number}", parts=_generator_parts(config, model=model, staged=staged))
         for number in range(config.generator.replicas)
     )
     if has_evaluator(config):
-        replicas = (*replicas, Memory(process="evaluator", parts=_generator_parts(config, model=model)))
+        # Nobody waits for an answer of the evaluator while it loads: it makes nothing ready beside what it serves.
+        parts = _generator_parts(config, model=model, staged=False)
+        replicas = (*replicas, Memory(process="evaluator", parts=parts))
     controller = Memory(process="controller", parts={"process": PLAIN_PROCESS_BYTES})
     scorers = Memory(process="scorers", parts={"process": config.environment.scoring_workers * PLAIN_PROCESS_BYTES})
     return (Memory(process="trainer", parts=_trainer_parts(config, model=model)), *replicas, controller, scorers)
 
 
-def _generator_parts(config: RollmillConfig, *, model: ModelFacts) -> dict[str, int]:
+def _generator_parts(config: RollmillConfig, *, model: ModelFacts, staged: bool) -> dict[str, int]:
+    weights = _served_weights(config, model=model)
     # Logits twice: the scores and their sorted or cumulated copy for sampling, in float32 whatever the precision.
     return {
         "process": TORCH_PROCESS_BYTES,
-        "weights": model.parameters * serving_bytes(config),
+        **weights,
+        **({"spare_weights": sum(weights.values())} if staged else {}),
         "kv": _kv_bytes(config, model=model),
         "logits": 2 * config.generator.max_slots * model.vocabulary_size * BYTES_OF["float32"],
     }
+
+
+def _served_weights(config: RollmillConfig, *, model: ModelFacts) -> dict[str, int]:
+    """Return bytes of the weights that one replica serves, and of the packed copy of a tied head."""
+    plain = serving_bytes(config)
+    # The compiled kernels are written for CPUs without bfloat16; whether they can be had is not known here.
+    packs = config.generator.kernels == "native" or (config.generator.kernels == "auto" and not native_bfloat16())
+    if not packs:
+        return {"weights": model.parameters * plain}
+    embedding = model.vocabulary_size * model.hidden_size
+    packed = BYTES_OF["float32"]
+    parts = {"weights": embedding * plain + (model.parameters - embedding) * packed}
+    if model.tied:
+        parts["packed_head"] = embedding * packed
+    return parts
 
 
 def _trainer_parts(config: RollmillConfig, *, model: ModelFacts) -> dict[str, int]:

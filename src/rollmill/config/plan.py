@@ -247,6 +247,7 @@ def _remedies(names: list[str]) -> str:
         "activations": "lower trainer.micro_batch_tokens",
         "memory": 'set weights.transport to "file" or lower weights.keep_versions',
         "reference": "set algorithm.kl_coefficient to 0",
+        "spare_weights": "set generator.stage_weights to false",
     }
     found = [move for part, move in moves.items() if any(name.split()[-1] == part for name in names)]
     return f"Next: {'; or '.join([*found, 'take a smaller model'])}."

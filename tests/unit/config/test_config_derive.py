@@ -1,6 +1,7 @@
 """Derived quantities, checked against arithmetic by hand."""
 
 import pytest
+from msgspec import structs
 
 from rollmill.config import ModelFacts, RollmillConfig, check_divisible, load_config
 from rollmill.config.derive import derive, nearest_divisors
@@ -72,11 +73,52 @@ def test_a_small_micro_batch_bounds_activations():
     assert parts["logits"] == 2 * 256 * 128 * 4
 
 
-def test_bfloat16_adds_copies_and_halves_the_generator():
-    config = load_config(None, overrides=["trainer.dtype=bfloat16", "generator.dtype=bfloat16"]).config
-    memory = {one.process: one.parts for one in derive(config, facts=TINY).memory}
+def test_bfloat16_adds_copies_and_halves_the_generator_without_packed_weights():
+    overrides = ["trainer.dtype=bfloat16", "generator.dtype=bfloat16", "generator.kernels=torch"]
+    memory = {
+        one.process: one.parts for one in derive(load_config(None, overrides=overrides).config, facts=TINY).memory
+    }
     assert memory["trainer"]["autocast_copies"] == 2_000_000
     assert memory["generator-0"]["weights"] == 2_000_000
+    assert "packed_head" not in memory["generator-0"]
+
+
+def generator_parts(*overrides: str, tied: bool = True, process: str = "generator-0") -> dict[str, int]:
+    config = load_config(None, overrides=["generator.dtype=float32", "generator.kernels=native", *overrides]).config
+    facts = structs.replace(TINY, tied=tied)
+    return next(memory.parts for memory in derive(config, facts=facts).memory if memory.process == process)
+
+
+def test_packed_weights_hold_a_tied_head_twice():
+    # the embedding has 128 x 64 numbers of 4 bytes
+    parts = generator_parts()
+    assert (parts["weights"], parts["packed_head"]) == (4_000_000, 32_768)
+    assert "packed_head" not in generator_parts(tied=False)
+    assert "packed_head" not in generator_parts("generator.kernels=torch")
+
+
+def test_packed_weights_take_four_bytes_in_bfloat16_and_the_embedding_two():
+    parts = generator_parts("generator.dtype=bfloat16")
+    # 8192 x 2 + (1,000,000 - 8192) x 4 bytes
+    assert (parts["weights"], parts["packed_head"]) == (3_983_616, 32_768)
+
+
+def test_weights_made_ready_beside_those_that_serve_take_as_much_again():
+    assert generator_parts()["spare_weights"] == 4_032_768
+    assert generator_parts("generator.kernels=torch")["spare_weights"] == 4_000_000
+    assert "spare_weights" not in generator_parts("generator.stage_weights=false")
+
+
+def test_an_evaluator_makes_nothing_ready_beside_what_it_serves():
+    overrides = ("evaluation.replica=own", "evaluation.every_steps=5")
+    assert generator_parts(*overrides, process="evaluator")["packed_head"] == 32_768
+    assert "spare_weights" not in generator_parts(*overrides, process="evaluator")
+
+
+def test_a_head_is_taken_for_tied_where_that_is_not_known():
+    facts = {name: getattr(TINY, name) for name in ModelFacts.__struct_fields__ if name != "tied"}
+    assert ModelFacts.of(facts).tied
+    assert not ModelFacts.of({**facts, "tied": False}).tied
 
 
 def test_facts_may_be_a_mapping_or_any_object_and_missing_ones_are_named():

@@ -44,10 +44,11 @@ def test_there_is_an_evaluator_if_something_is_evaluated_while_the_run_trains(ev
     assert ("evaluator" in names) is expected
 
 
-def test_an_evaluator_takes_the_memory_of_a_replica_and_two_more_sets_of_weights() -> None:
+def test_an_evaluator_takes_the_memory_of_a_replica_without_spare_weights_and_two_more_sets_of_weights() -> None:
     without, with_one = derive(config(), facts=FACTS), derive(config(replica="own"), facts=FACTS)
     sizes = {memory.process: memory.total_bytes for memory in with_one.memory}
-    assert sizes["evaluator"] == sizes["generator-0"]
+    replica = next(memory.parts for memory in with_one.memory if memory.process == "generator-0")
+    assert sizes["evaluator"] == sizes["generator-0"] - replica["spare_weights"]
     assert {memory.process for memory in with_one.memory} - {memory.process for memory in without.memory} == {
         "evaluator"
     }
