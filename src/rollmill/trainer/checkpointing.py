@@ -10,14 +10,14 @@ before it takes another batch, before the next checkpoint, or at the end. Decide
 
 from __future__ import annotations
 
-import concurrent.futures
 from collections.abc import Callable, Mapping
+from concurrent.futures import Executor
 from typing import Protocol
 
 import torch
 
 from rollmill.buffer.protocol import CommitPoint
-from rollmill.errors import DeadlineExceeded
+from rollmill.trainer.background import BackgroundJob
 from rollmill.trainer.decisions import background_pays
 from rollmill.trainer.memory import free_memory_bytes
 from rollmill.trainer.step import TrainerState
@@ -54,17 +54,15 @@ class Checkpointer:
         deadline_s: float,
         say: Callable[[str], None] = lambda _: None,
         free_bytes: Callable[[], int] = free_memory_bytes,
-        executor: concurrent.futures.Executor | None = None,
+        executor: Executor | None = None,
     ) -> None:
         self._writer = writer
         self._background = background
         self._deadline_s = deadline_s
         self._say = say
         self._free_bytes = free_bytes
-        self._executor = executor or concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="rollmill-checkpoint")
+        self._job = BackgroundJob("the checkpoint", deadline_s=deadline_s, executor=executor)
         self._copies: dict[str, torch.Tensor] = {}
-        self._pending: concurrent.futures.Future[None] | None = None
-        self._pending_step = 0
 
     def begin(self, state: TrainerState, *, commit: CommitPoint) -> None:
         """Take a state that may change again when this returns; wait for the checkpoint before, if it is under way.
@@ -77,8 +75,12 @@ class Checkpointer:
             self._writer.write(state, commit=commit)
             return
         copied = self._copy(state)
-        self._pending_step = commit.optimizer_step
-        self._pending = self._executor.submit(self._writer.write, copied, commit=commit)
+        self._job.begin(
+            lambda: self._write_copy(copied, commit),
+            late=f"the checkpoint of optimizer step {commit.optimizer_step} is not written after another "
+            f"{self._deadline_s:g} s (trainer.checkpoint_deadline_s): the disk hangs or is far too slow. Look at the "
+            "disk, raise the deadline, or checkpoint less often. The checkpoint before it stays.",
+        )
 
     def write(self, state: TrainerState, *, commit: CommitPoint) -> None:
         """Return when this state is durable.
@@ -91,36 +93,22 @@ class Checkpointer:
 
     def check(self) -> None:
         """Raise the failure of the checkpoint under way, if it has failed; never wait."""
-        if self._pending is not None and self._pending.done():
+        if not self._job.under_way:
             self.settle()
 
     def settle(self) -> None:
         """Wait until nothing is under way.
 
         Raises:
-            Exception: what made the checkpoint fail.
+            Exception: what made the checkpoint fail; once, since the one before it stays and another may be written.
             DeadlineExceeded: if it took too long.
         """
-        if self._pending is None:
-            return
         try:
-            self._pending.result(timeout=self._deadline_s)
-        except concurrent.futures.TimeoutError as error:
-            raise DeadlineExceeded(
-                f"the checkpoint of optimizer step {self._pending_step} is not written after another "
-                f"{self._deadline_s:g} s (trainer.checkpoint_deadline_s): the disk hangs or is far too slow. Look at "
-                "the disk, raise the deadline, or checkpoint less often. The checkpoint before it stays."
-            ) from error
-        except Exception as error:
-            self._pending = None
-            error.add_note(
-                f"That was the checkpoint of optimizer step {self._pending_step}, written while the next steps "
-                "trained. The checkpoint before it is the one to resume from."
-            )
-            raise
-        self._pending = None
+            self._job.settle()
+        finally:
+            self._job.forget()
 
-    def close(self, *, cause: Exception | None = None) -> None:
+    def close(self, *, cause: BaseException | None = None) -> None:
         """Finish what is under way and end the thread.
 
         Args:
@@ -129,15 +117,17 @@ class Checkpointer:
         Raises:
             Exception: as `settle`, if there is no cause before it.
         """
+        self._job.close(cause=cause)
+
+    def _write_copy(self, copied: TrainerState, commit: CommitPoint) -> None:
         try:
-            self.settle()
+            self._writer.write(copied, commit=commit)
         except Exception as error:
-            if cause is None:
-                raise
-            if error is not cause:
-                cause.add_note(f"the checkpoint under way failed too: {error}")
-        finally:
-            self._executor.shutdown(wait=False)
+            error.add_note(
+                f"That was the checkpoint of optimizer step {commit.optimizer_step}, written while the next steps "
+                "trained. The checkpoint before it is the one to resume from."
+            )
+            raise
 
     def _in_background(self, state: TrainerState) -> bool:
         if self._background is None:

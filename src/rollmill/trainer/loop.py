@@ -149,9 +149,10 @@ class TrainerLoop:
             reason = self._run()
             self._publisher.close()
             self._checkpointer.close()
-        except Fault as fault:
-            self._publisher.close(cause=fault)
-            self._checkpointer.close(cause=fault)
+        except BaseException as error:
+            # A bug or an interrupt too: what was copied is published and written before the process ends.
+            self._publisher.close(cause=error)
+            self._checkpointer.close(cause=error)
             raise
         return self._close(reason)
 

@@ -14,6 +14,7 @@ from transformers.initialization import no_init_weights
 
 from rollmill.errors import ModelError, WeightError
 from rollmill.weights.inspection import weight_files
+from rollmill.weights.lean_import import import_operator_definitions
 from rollmill.weights.tensorfile import load_tensors
 
 
@@ -33,6 +34,7 @@ def load_policy(path: str | Path) -> PreTrainedModel:
 
 
 def _load_by_transformers(path: Path) -> PreTrainedModel:
+    import_operator_definitions()  # it builds the model without data first
     return AutoModelForCausalLM.from_pretrained(str(path), dtype=torch.float32, local_files_only=True)
 
 

@@ -10,12 +10,12 @@ the trainer next looks: at a heartbeat, in a wait, or before the next publicatio
 
 from __future__ import annotations
 
-import concurrent.futures
 from collections.abc import Callable, Mapping
+from concurrent.futures import Executor
 from typing import TYPE_CHECKING
 
-from rollmill.errors import DeadlineExceeded, Fault
-from rollmill.types import Canary, WeightManifest
+from rollmill.trainer.background import BackgroundJob
+from rollmill.types import Canary
 from rollmill.weights.protocol import ModelRepository, Publication
 
 if TYPE_CHECKING:
@@ -39,15 +39,14 @@ class Publisher:
         training_dtype: str,
         score: Callable[[Mapping[str, torch.Tensor]], Canary],
         deadline_s: float,
-        executor: concurrent.futures.Executor | None = None,
+        executor: Executor | None = None,
     ) -> None:
         self._repository = repository
         self._history_id = history_id
         self._training_dtype = training_dtype
         self._score = score
         self._deadline_s = deadline_s
-        self._executor = executor or concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="rollmill-publish")
-        self._pending: concurrent.futures.Future[WeightManifest] | None = None
+        self._job = BackgroundJob("the publication", deadline_s=deadline_s, executor=executor)
 
     def begin(
         self, tensors: Mapping[str, torch.Tensor], *, optimizer_step: int, parent: int | None, at_s: float
@@ -69,59 +68,44 @@ class Publisher:
 
     def finish(self, publication: Publication, *, then: Callable[[], None]) -> None:
         """Commit in the background, then call `then` there."""
-        self._pending = self._executor.submit(self._commit, publication, then)
+        self._job.begin(
+            lambda: self._commit(publication, then),
+            late=f"the publication of weights is not committed after {self._deadline_s:g} s "
+            "(weights.publish_deadline_s): its digests, its manifest or the step's record hang. Look for a slow disk "
+            "or for another process that keeps the sample store locked, or raise the deadline.",
+        )
 
-    def _commit(self, publication: Publication, then: Callable[[], None]) -> WeightManifest:
+    def _commit(self, publication: Publication, then: Callable[[], None]) -> None:
         try:
             canary = self._score(publication.tensors())
         except BaseException:
             publication.abandon()
             raise
-        manifest = publication.commit(canary=canary)
+        publication.commit(canary=canary)
         then()
         self._repository.retire()
         self._repository.reserve()
-        return manifest
 
     def check(self) -> None:
         """Raise the failure of the commit under way, if it has failed; never wait."""
-        if self._pending is not None and self._pending.done():
-            self._pending.result()
+        self._job.check()
 
     def settle(self) -> None:
         """Wait until nothing is under way.
 
         Raises:
-            Fault: what made the commit, or what follows it, fail.
+            Exception: what made the commit, or what follows it, fail; again at every look, since the books lack a step.
             DeadlineExceeded: if it took too long.
         """
-        if self._pending is None:
-            return
-        try:
-            self._pending.result(timeout=self._deadline_s)
-        except concurrent.futures.TimeoutError as error:
-            raise DeadlineExceeded(
-                f"the publication of weights is not committed after {self._deadline_s:g} s "
-                "(weights.publish_deadline_s): its digests, its manifest or the step's record hang. Look for a slow "
-                "disk or for another process that keeps the sample store locked, or raise the deadline."
-            ) from error
-        self._pending = None
+        self._job.settle()
 
-    def close(self, *, cause: Fault | None = None) -> None:
+    def close(self, *, cause: BaseException | None = None) -> None:
         """Wait until nothing is under way, then end the thread.
 
         Args:
             cause: why the loop ended; it stays the first cause, whatever the publication says.
 
         Raises:
-            Fault: as `settle`, if there is no cause before it.
+            Exception: as `settle`, if there is no cause before it.
         """
-        try:
-            self.settle()
-        except Fault as fault:
-            if cause is None:
-                raise
-            if fault is not cause:
-                cause.add_note(f"the publication under way failed too: {fault}")
-        finally:
-            self._executor.shutdown(wait=False)
+        self._job.close(cause=cause)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import subprocess
 import sys
-from collections.abc import Callable
+from concurrent.futures import Executor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from executor_builders import ByHand, Inline
 
 from rollmill.buffer.protocol import CommitPoint
 from rollmill.errors import DeadlineExceeded, NumericalFault, WeightError
@@ -18,35 +18,6 @@ from rollmill.trainer.checkpointing import Checkpointer
 from rollmill.trainer.decisions import background_pays
 from rollmill.trainer.memory import free_memory_bytes
 from rollmill.trainer.step import TrainerState
-
-
-class ByHand(concurrent.futures.Executor):
-    """Runs what was submitted when `run` is called."""
-
-    def __init__(self) -> None:
-        self._waiting: list[tuple[concurrent.futures.Future[Any], Callable[[], Any]]] = []
-
-    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> concurrent.futures.Future[Any]:
-        future: concurrent.futures.Future[Any] = concurrent.futures.Future()
-        self._waiting.append((future, lambda: fn(*args, **kwargs)))
-        return future
-
-    def run(self) -> None:
-        waiting, self._waiting = self._waiting, []
-        for future, call in waiting:
-            try:
-                future.set_result(call())
-            except Exception as error:
-                future.set_exception(error)
-
-
-class Inline(ByHand):
-    """Runs at once."""
-
-    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> concurrent.futures.Future[Any]:
-        future = super().submit(fn, *args, **kwargs)
-        self.run()
-        return future
 
 
 class Writer:
@@ -72,7 +43,7 @@ def commit_of(step: int) -> CommitPoint:
     return CommitPoint(history_id="h", optimizer_step=step, policy_version=step, trained_group_ids=(), journal_offset=0)
 
 
-def checkpointer(writer: Writer, executor: concurrent.futures.Executor, **changed: Any) -> Checkpointer:
+def checkpointer(writer: Writer, executor: Executor, **changed: Any) -> Checkpointer:
     return Checkpointer(writer, **{"background": True, "deadline_s": 0.01, "executor": executor, **changed})
 
 
@@ -130,6 +101,16 @@ def test_a_failure_in_the_background_is_raised_at_the_next_look_with_the_step_it
     writer.failure = None
     saving.write(state_of(torch.zeros(3)), commit=commit_of(8))
     assert writer.written == [(8, 0.0)]
+
+
+def test_an_error_that_is_a_time_out_itself_is_no_late_checkpoint() -> None:
+    writer, executor = Writer(), ByHand()
+    saving = checkpointer(writer, executor)
+    writer.failure = TimeoutError(110, "the network's file system does not answer")
+    saving.begin(state_of(torch.zeros(3)), commit=commit_of(7))
+    executor.run()
+    with pytest.raises(TimeoutError, match="does not answer"):
+        saving.settle()
 
 
 def test_closing_waits_and_keeps_the_first_cause() -> None:

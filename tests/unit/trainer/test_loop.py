@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from executor_builders import ByHand, Inline, Later
 from trainer_builders import config, random_groups, tiny_model
 
 from rollmill.buffer.memory import MemoryStore
@@ -23,18 +23,6 @@ from rollmill.trainer.step import Trainer, TrainerState
 from rollmill.types import Canary, Group, WeightManifest
 
 MOMENT = "exp_avg.model.embed_tokens.weight"
-
-
-class Inline(Executor):
-    """Runs what is submitted at once, on the caller's thread."""
-
-    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        future: Future[Any] = Future()
-        try:
-            future.set_result(fn(*args, **kwargs))
-        except Exception as error:
-            future.set_exception(error)
-        return future
 
 
 class Copied:
@@ -492,36 +480,6 @@ def test_a_record_that_the_store_refuses_is_raised() -> None:
         world.run()
 
 
-class Waited(Future[Any]):
-    """Work that is done when somebody waits for it, or when a test says so."""
-
-    def __init__(self, work: Callable[[], Any]) -> None:
-        super().__init__()
-        self._work = work
-
-    def run(self) -> None:
-        try:
-            self.set_result(self._work())
-        except Exception as error:
-            self.set_exception(error)
-
-    def result(self, timeout: float | None = None) -> Any:
-        if not self.done():
-            self.run()
-        return super().result(timeout)
-
-
-class Later(Executor):
-    """Does nothing until it is waited for."""
-
-    def __init__(self) -> None:
-        self.submitted: list[Waited] = []
-
-    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        self.submitted.append(Waited(lambda: fn(*args, **kwargs)))
-        return self.submitted[-1]
-
-
 def training_noted(world: World, during: Callable[[], None] = lambda: None) -> None:
     """Log when a step begins and ends; `during` happens in between."""
     train_step = world.trainer.train_step
@@ -573,7 +531,7 @@ def test_a_publication_that_fails_in_the_background_ends_the_run_where_the_train
 
     def fail() -> None:
         world.repository.refuse = WeightError("the disk is full")
-        later.submitted[-1].run()
+        later.run()
         failed.append(world.clock.now_s())
 
     if when == "heartbeat":
@@ -620,6 +578,22 @@ def test_a_fault_in_a_step_still_commits_and_records_the_step_before() -> None:
     assert world.store.statistics().assigned_groups == 2
 
 
+@pytest.mark.parametrize("error", [ValueError("a bug"), KeyboardInterrupt()])
+def test_a_bug_or_an_interrupt_still_ends_what_is_under_way(error: BaseException) -> None:
+    world = World(changed={"trainer": {"checkpoint_every_steps": 1}})
+    world.assign()
+    publishing, writing = Later(), Later()
+
+    def broken() -> None:
+        raise error
+
+    world.happenings = [broken]
+    with pytest.raises(type(error)):
+        world.run(executor=publishing, checkpoint_executor=writing)
+    assert world.log[-5:] == ["ring", "publish 1", "record 1", "ring", "checkpoint 1"]
+    assert (publishing.closed, writing.closed) == (True, True)
+
+
 def test_a_publication_that_fails_after_a_fault_does_not_hide_it() -> None:
     world = World()
     world.assign()
@@ -636,14 +610,9 @@ def test_a_publication_that_fails_after_a_fault_does_not_hide_it() -> None:
 
 def test_a_publication_that_is_never_committed_ends_the_wait_at_its_deadline() -> None:
     world = World(changed={"weights": {"publish_deadline_s": 0.01}})
-
-    class Never(Executor):
-        def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-            return Future()
-
     world.store.set_note("phase", "finishing")
     with pytest.raises(DeadlineExceeded, match=r"not committed after 0\.01 s \(weights\.publish_deadline_s\)"):
-        world.run(executor=Never())
+        world.run(executor=ByHand())
 
 
 def test_a_canary_that_cannot_be_scored_abandons_the_copy() -> None:
@@ -698,7 +667,7 @@ def test_a_checkpoint_that_fails_in_the_background_ends_the_run_before_another_b
 
     def fail() -> None:
         world.checkpoints.refuse = WeightError("the disk is full")
-        later.submitted[-1].run()
+        later.run()
         world.assign()
 
     world.happenings = [fail]
