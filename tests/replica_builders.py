@@ -33,7 +33,9 @@ def fake_engine(repository: MemoryRepository, *, faults: FakeFaults | None = Non
     return FakeEngine(clock=SystemClock(), digest=repository.manifest(1).digest, faults=faults, **settings)
 
 
-async def started(engine: Engine, repository: MemoryRepository, *, clock: Clock | None = None) -> Replica:
+async def started(
+    engine: Engine, repository: MemoryRepository, *, clock: Clock | None = None, stage_weights: bool = True
+) -> Replica:
     """A replica that serves version 1."""
     replica = Replica(
         engine=engine,
@@ -42,6 +44,7 @@ async def started(engine: Engine, repository: MemoryRepository, *, clock: Clock 
         load_deadline_s=20.0,
         owner="generator-0",
         clock=SystemClock() if clock is None else clock,
+        stage_weights=stage_weights,
     )
     await replica.start()
     return replica

@@ -102,16 +102,24 @@ class CutShort(MemoryRepository):
         return tensors
 
 
-async def test_the_embedded_engine_comes_back_to_exactly_the_old_weights(tmp_path):
+@pytest.mark.parametrize(
+    ("stage_weights", "why"),
+    [
+        (False, r"bus error.*Version 1 was loaded again and proven"),
+        (True, r"bus error.*Nothing was changed, the version before goes on being served"),
+    ],
+    ids=["in-the-pause", "staged"],
+)
+async def test_the_embedded_engine_comes_back_to_exactly_the_old_weights(tmp_path, stage_weights, why):
     old, new = two_models()
     repository = CutShort()
     repository.put(old)
     repository.put(new)
     engine = embedded(tmp_path, old, digest=repository.manifest(1).digest)
     try:
-        replica = await started(engine, repository)
+        replica = await started(engine, repository, stage_weights=stage_weights)
         before = await engine.score(np.arange(1, 12))
-        with pytest.raises(EngineError, match=r"bus error.*Version 1 was loaded again and proven"):
+        with pytest.raises(EngineError, match=why):
             await replica.load(2)
         np.testing.assert_array_equal(await engine.score(np.arange(1, 12)), before)
         assert (engine.info().policy_version, engine.info().digest) == (1, repository.manifest(1).digest)

@@ -28,16 +28,32 @@ async def test_six_requests_in_flight_survive_a_version_change_with_the_tokens_t
     await undisturbed.resume()
 
     engine = fake_engine(repository, max_slots=32)
-    replica = await started(engine, repository)
+    resumed = CountsAtResume(engine)
+    replica = await started(resumed, repository)  # type: ignore[arg-type]
     running = await in_flight(engine, SIX)
     await replica.load(repository.republish(1))  # equal weights under a new number
-    assert engine.load().running == 6
+    assert resumed.running == [6]
     turns = await asyncio.gather(*running)
     assert [turn.stop_reason for turn in turns] == [StopReason.LENGTH] * 6
     assert [turn.output_ids.tolist() for turn in turns] == [
         turn.output_ids.tolist() for turn in await gathered(expected)
     ]
     assert all([span.policy_version for span in turn.version_spans] == [1, 3] for turn in turns)
+
+
+class CountsAtResume:
+    """Notes how many requests run when an engine is told to go on."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+        self.running: list[int] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    async def resume(self) -> None:
+        self.running.append(self._inner.load().running)
+        await self._inner.resume()
 
 
 async def gathered(tasks: list[Any]) -> list[Any]:
@@ -98,10 +114,11 @@ async def test_a_load_says_how_long_each_of_its_parts_took(tmp_path):
     repository = repository_of(old, new)
     engine = embedded(tmp_path, old, digest=repository.manifest(1).digest)
     try:
-        timed = Timed(engine, clock, pause=3.0, update=5.0, score=7.0, resume=1.0)
+        timed = Timed(engine, clock, stage=4.0, pause=3.0, update=5.0, score=7.0, resume=1.0)
         replica = await started(timed, Timed(repository, clock, load=2.0), clock=clock)  # type: ignore[arg-type]
         report = await replica.load(2)
     finally:
         await engine.close()
     assert (report.pull_s, report.drain_s, report.swap_s, report.prove_s, report.resume_s) == (2, 3, 5, 7, 1)
-    assert report.pause_s == 16
+    assert (report.stage_s, report.pause_s) == (4, 16)
+    assert sum(report.seconds().values()) == 22

@@ -60,15 +60,15 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
         """
         if isinstance(facts, cls):
             return facts
-        given = {
-            name: facts.get(name) if isinstance(facts, Mapping) else getattr(facts, name, None)
-            for name in cls.__struct_fields__
-        }
-        tied = given.pop("tied")
-        for name, value in given.items():
+        values: dict[str, int] = {}
+        for name in cls.__struct_fields__:
+            value = facts.get(name) if isinstance(facts, Mapping) else getattr(facts, name, None)
+            if value is None and name == "tied":
+                value = True
             if value is None:
                 raise ConfigError(f"the model's facts lack {name!r}; read them with `rollmill model list`.")
-        return cls(**{name: int(value) for name, value in given.items()}, tied=True if tied is None else bool(tied))
+            values[name] = int(value)
+        return cls(**{**values, "tied": bool(values["tied"])})
 
     def kv_bytes_per_token(self, *, dtype_bytes: int) -> int:
         """Return bytes of keys and values that one token keeps in all layers."""

@@ -164,8 +164,9 @@ class GeneratorSettings(Section):
     kv_on_update: Literal["keep", "recompute"] = knob("keep")
     """What happens to the KV of requests in flight when weights change."""
     stage_weights: bool = knob(True)
-    """Make new weights ready in a second set of buffers while the old ones serve, so that generation pauses for a swap of
-    pointers and the proof only. Costs the memory of one more copy of the served weights; false writes them in the pause."""
+    """Write new weights into a second set of buffers while the old ones serve: generation then pauses only for the
+    exchange of pointers and the proof. Costs one more copy of the served weights in memory; `false` writes in the
+    pause."""
     request_deadline_s: float = knob(
         120.0, unit="s", raising="tolerates slower generation", lowering="stuck requests end sooner", gt=0
     )

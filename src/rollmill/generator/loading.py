@@ -1,7 +1,7 @@
-"""How a replica gets new weights: pull, verify, pause, swap, prove, resume.
+"""How a replica gets new weights: pull, verify, stage, pause, swap, prove, resume.
 
     phase                     the engine serves      a failure means
-    pull and verify           the old version        nothing happened
+    pull, verify, stage       the old version        nothing happened
     drain, swap, prove        nothing (paused)       nothing changed: the old version goes on
                                                      partly changed: back to the old version if that can be proven,
                                                      dirty otherwise
@@ -53,6 +53,7 @@ class Replica:
         kv_policy: what happens to the KV of requests in flight when weights change.
         load_deadline_s: a load that takes longer fails.
         owner: name under which the served version is held in the repository.
+        stage_weights: whether an engine that can make weights ready while it serves is asked to do so.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class Replica:
         load_deadline_s: float,
         owner: str,
         clock: Clock,
+        stage_weights: bool = True,
     ) -> None:
         self.engine = engine
         self.standing = Standing(state=ReplicaState.STARTING)
@@ -71,6 +73,7 @@ class Replica:
         self._kv_policy: KvPolicy = kv_policy
         self._load_deadline_s = load_deadline_s
         self._owner = owner
+        self._stage_weights = stage_weights
         self._clock = clock
         self._loading = asyncio.Lock()
         self._held: int | None = None
@@ -134,6 +137,8 @@ class Replica:
             manifest = await asyncio.to_thread(self._repository.manifest, policy_version)
             tensors = await asyncio.to_thread(self._repository.load, policy_version)
             pulled_s = self._clock.now_s()
+            await self._stage(tensors, policy_version=policy_version)
+            staged_s = self._clock.now_s()
             swap = await self._swap(manifest, tensors)
         except BaseException:
             served = self.engine.info().policy_version
@@ -145,6 +150,7 @@ class Replica:
             digest=manifest.digest,
             nbytes=swap.update.nbytes,
             pull_s=pulled_s - started_s,
+            stage_s=staged_s - pulled_s,
             pause_s=swap.drain_s + swap.swap_s + swap.prove_s + swap.resume_s,
             changed=swap.update.changed,
             canary_difference=swap.canary_difference,
@@ -153,6 +159,16 @@ class Replica:
             prove_s=swap.prove_s,
             resume_s=swap.resume_s,
         )
+
+    async def _stage(self, tensors: Mapping[str, torch.Tensor], *, policy_version: int) -> None:
+        """Have the weights made ready while the old version serves; a failure or cancellation changes nothing."""
+        if not self._stage_weights or "stage" not in self.engine.info().capabilities:
+            return
+        try:
+            await self.engine.stage(tensors, policy_version=policy_version)
+        except EngineDead as error:
+            self.take_note(error)
+            raise
 
     async def _swap(self, manifest: WeightManifest, tensors: Mapping[str, torch.Tensor]) -> _Swap:
         before = self.engine.info().policy_version

@@ -94,6 +94,7 @@ async def serve(
     host: str = "127.0.0.1",
     stop: asyncio.Event,
     load_deadline_s: float,
+    stage_weights: bool = True,
     drain_s: float = 5.0,
     on_serving: Callable[[], None] | None = None,
     clock: Clock | None = None,
@@ -110,6 +111,7 @@ async def serve(
         host: interface to bind; the port is chosen by the system.
         stop: ends the service.
         load_deadline_s: a weight load that takes longer fails.
+        stage_weights: whether new weights are made ready while the old ones serve, where the engine can.
         drain_s: time for running requests to finish after `stop`.
         on_serving: called once the address is written; wakes whoever waits for it.
         clock: times of loads; the machine's if `None`.
@@ -126,6 +128,7 @@ async def serve(
         repository=repository,
         kv_policy=kv_policy,
         load_deadline_s=load_deadline_s,
+        stage_weights=stage_weights,
         owner=f"generator-{os.getpid()}",
         clock=SystemClock() if clock is None else clock,
     )

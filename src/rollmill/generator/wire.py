@@ -35,6 +35,7 @@ class LoadReport(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         pull_s: reading and verifying, while the old version was being served.
+        stage_s: making the weights ready in spare buffers, while the old version was being served.
         pause_s: no token was produced; the sum of the four parts.
         drain_s: until the engine had ended its step and stood still.
         swap_s: new weights in place, and KV recomputed where that is configured.
@@ -55,10 +56,11 @@ class LoadReport(msgspec.Struct, frozen=True, kw_only=True):
     swap_s: float = 0.0
     prove_s: float = 0.0
     resume_s: float = 0.0
+    stage_s: float = 0.0
 
     def seconds(self) -> dict[str, float]:
         """Return where the time went, part -> seconds."""
-        names = ("pull_s", "drain_s", "swap_s", "prove_s", "resume_s")
+        names = ("pull_s", "stage_s", "drain_s", "swap_s", "prove_s", "resume_s")
         return {name: round(getattr(self, name), 4) for name in names}
 
 
@@ -194,6 +196,7 @@ def report_to_message(report: LoadReport) -> pb.LoadWeightsReply:
         swap_s=report.swap_s,
         prove_s=report.prove_s,
         resume_s=report.resume_s,
+        stage_s=report.stage_s,
     )
 
 
@@ -211,6 +214,7 @@ def report_from_message(message: pb.LoadWeightsReply) -> LoadReport:
         swap_s=message.swap_s,
         prove_s=message.prove_s,
         resume_s=message.resume_s,
+        stage_s=message.stage_s,
     )
 
 

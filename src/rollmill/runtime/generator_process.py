@@ -15,7 +15,7 @@ from rollmill.buffer.doorbell import Doorbell, ring
 from rollmill.clock import SystemClock
 from rollmill.errors import RunDirectoryError, WeightError
 from rollmill.runtime.incarnation import Evaluating, Incarnation, ProcessSeconds, read_record, write_record
-from rollmill.runtime.layout import CONTROLLER
+from rollmill.runtime.layout import CONTROLLER, EVALUATOR
 from rollmill.runtime.process import ProcessContext
 from rollmill.runtime.threads import make_torch_deterministic
 from rollmill.runtime.waiting import wait_for_preflight, wait_until
@@ -85,6 +85,8 @@ def run_generator(context: ProcessContext) -> None:
                 address_file=layout.address(context.name),
                 stop=stop,
                 load_deadline_s=config.generator.load_deadline_s,
+                # Nobody waits for an answer of the evaluator while it loads: memory is worth more there.
+                stage_weights=config.generator.stage_weights and context.name != EVALUATOR,
                 on_serving=lambda: ring(layout.run_directory, CONTROLLER),
             )
             books.cancel()

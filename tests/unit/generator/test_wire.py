@@ -75,6 +75,7 @@ def test_a_load_report_says_whether_a_canary_was_compared(difference):
         swap_s=0.15,
         prove_s=0.05,
         resume_s=0.02,
+        stage_s=0.75,
     )
     assert wire.report_from_message(over_the_wire(wire.report_to_message(report))) == report
 

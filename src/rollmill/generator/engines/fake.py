@@ -38,11 +38,12 @@ Script = Callable[[GenerateRequest], Sequence[int] | None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FakeLatency:
-    """Seconds a request spends: one decode step costs `step_s + per_sequence_s * running`."""
+    """Seconds a request spends: one decode step costs `step_s + per_sequence_s * running`; and those of a staging."""
 
     step_s: float = 0.0
     per_sequence_s: float = 0.0
     per_prompt_token_s: float = 0.0
+    stage_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +53,7 @@ class FakeFaults:
     Attributes:
         die_at_request: the engine dies when request number n (from 1) arrives.
         hang_requests: these requests (numbers from 1) produce nothing until aborted.
+        fail_stages: these policy versions cannot be made ready, nothing changed.
         refuse_updates: these policy versions are refused, nothing changed.
         spoil_updates: these policy versions fail half way and leave the engine dirty.
         fail_buckets: policy version -> bucket (from 1) at which its update fails; from the second on, weights have been
@@ -61,6 +63,7 @@ class FakeFaults:
 
     die_at_request: int | None = None
     hang_requests: frozenset[int] = frozenset()
+    fail_stages: frozenset[int] = frozenset()
     refuse_updates: frozenset[int] = frozenset()
     spoil_updates: frozenset[int] = frozenset()
     fail_buckets: Mapping[int, int] = field(default_factory=dict)
@@ -148,6 +151,7 @@ class FakeEngine:
                 "pause_drain",
                 "pause_keep",
                 "score",
+                "stage",
                 "top_k",
                 "top_p",
                 "version_spans",
@@ -200,6 +204,15 @@ class FakeEngine:
             self._end_all()
             await self._until(lambda: not self._live)
         self._changed()
+
+    async def stage(self, tensors: Mapping[str, torch.Tensor], *, policy_version: int) -> None:
+        """Let the modelled time of a staging pass, see the engine protocol; there are no weights to make ready."""
+        self._raise_if_dead()
+        if self._latency.stage_s > 0:
+            await asyncio.sleep(self._latency.stage_s)
+            self._raise_if_dead()
+        if policy_version in self._faults.fail_stages:
+            raise EngineError(f"told to fail staging policy version {policy_version}; nothing was changed")
 
     async def update(
         self, tensors: Mapping[str, torch.Tensor], *, policy_version: int, digest: str, kv: KvPolicy

@@ -93,6 +93,21 @@ class Engine(Protocol):
         """Return when no further token can be produced. Idempotent."""
         ...
 
+    async def stage(self, tensors: Mapping[str, torch.Tensor], *, policy_version: int) -> None:
+        """Make weights ready while the old ones serve, so that their `update` finds little to do in the pause.
+
+        Needs the capability `stage`. Changes nothing that can be seen: until an `update` with this version and these
+        very tensors, which must not change meanwhile, it may be forgotten, repeated, or followed by another version's.
+
+        Raises:
+            WeightError: if names, shapes or dtypes do not fit.
+            EngineError: if the weights could not be made ready; `EngineDead` if the engine ended meanwhile.
+
+        Cancellation:
+            the work ends soon after, and nothing is ready.
+        """
+        ...
+
     async def update(
         self, tensors: Mapping[str, torch.Tensor], *, policy_version: int, digest: str, kv: KvPolicy
     ) -> UpdateReport:

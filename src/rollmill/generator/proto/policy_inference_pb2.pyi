@@ -121,7 +121,7 @@ class LoadWeightsRequest(_message.Message):
     def __init__(self, policy_version: _Optional[int] = ...) -> None: ...
 
 class LoadWeightsReply(_message.Message):
-    __slots__ = ("policy_version", "digest", "nbytes", "pull_s", "pause_s", "changed", "canary_difference", "drain_s", "swap_s", "prove_s", "resume_s")
+    __slots__ = ("policy_version", "digest", "nbytes", "pull_s", "pause_s", "changed", "canary_difference", "drain_s", "swap_s", "prove_s", "resume_s", "stage_s")
     POLICY_VERSION_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
     NBYTES_FIELD_NUMBER: _ClassVar[int]
@@ -133,6 +133,7 @@ class LoadWeightsReply(_message.Message):
     SWAP_S_FIELD_NUMBER: _ClassVar[int]
     PROVE_S_FIELD_NUMBER: _ClassVar[int]
     RESUME_S_FIELD_NUMBER: _ClassVar[int]
+    STAGE_S_FIELD_NUMBER: _ClassVar[int]
     policy_version: int
     digest: str
     nbytes: int
@@ -144,7 +145,8 @@ class LoadWeightsReply(_message.Message):
     swap_s: float
     prove_s: float
     resume_s: float
-    def __init__(self, policy_version: _Optional[int] = ..., digest: _Optional[str] = ..., nbytes: _Optional[int] = ..., pull_s: _Optional[float] = ..., pause_s: _Optional[float] = ..., changed: _Optional[bool] = ..., canary_difference: _Optional[float] = ..., drain_s: _Optional[float] = ..., swap_s: _Optional[float] = ..., prove_s: _Optional[float] = ..., resume_s: _Optional[float] = ...) -> None: ...
+    stage_s: float
+    def __init__(self, policy_version: _Optional[int] = ..., digest: _Optional[str] = ..., nbytes: _Optional[int] = ..., pull_s: _Optional[float] = ..., pause_s: _Optional[float] = ..., changed: _Optional[bool] = ..., canary_difference: _Optional[float] = ..., drain_s: _Optional[float] = ..., swap_s: _Optional[float] = ..., prove_s: _Optional[float] = ..., resume_s: _Optional[float] = ..., stage_s: _Optional[float] = ...) -> None: ...
 
 class DrainRequest(_message.Message):
     __slots__ = ("deadline_s",)

@@ -25,6 +25,7 @@ from rollmill.generator.engines.embedded.prefill import (
     common_prefix,
 )
 from rollmill.generator.engines.embedded.sampling import sample
+from rollmill.generator.engines.embedded.staging import Staging
 from rollmill.generator.engines.embedded.waves import WaveGate
 from rollmill.generator.engines.meter import SecondsMeter
 from rollmill.generator.engines.protocol import KvPolicy, UpdateReport
@@ -64,6 +65,7 @@ class EngineCore:
         meter: SecondsMeter,
     ) -> None:
         self.model = model
+        self.staging = Staging(model)
         self.policy_version, self.digest = policy_version, digest
         self.max_slots, self.max_model_len = max_slots, max_model_len
         self.running: list[Sequence] = []
@@ -394,10 +396,13 @@ class EngineCore:
                 "to roll back, publish the old weights under a new version"
             )
         started_s = self._clock.now_s()
-        pairs = self.model.check(tensors)
+        # An exchange of pointers, which cannot fail half way; what was not staged is written into the serving set.
+        swapped = self.staging.swap(tensors, policy_version=policy_version)
+        pairs = [] if swapped else self.model.check(tensors)
         self._meter.switch("weight_load")
         try:
-            nbytes = self.model.copy(pairs)
+            if not swapped:
+                self.model.copy(pairs)
             if self.dirty_reason is not None:
                 self._pool.clear()
             self.policy_version, self.digest, self.dirty_reason = policy_version, digest, None
@@ -410,6 +415,7 @@ class EngineCore:
         finally:
             self._meter.switch("paused")
         pause_s = self._clock.now_s() - started_s
+        nbytes = self.model.weight_bytes
         return UpdateReport(policy_version=policy_version, nbytes=nbytes, pause_s=pause_s, changed=True)
 
     def _repeated(self, policy_version: int, *, digest: str) -> UpdateReport:

@@ -4,7 +4,9 @@
 |---|---|---|---|
 | worker thread | commands, or a request deadline | a command (condition) | never; ends by `close` or an error |
 | caller of `generate` | its turn | the worker | the request's own deadline |
+| caller of `stage` | weights written into spare buffers | the staging thread | the caller's own timeout |
 | caller of any other method | the end of the step that runs | the worker | the caller's own timeout |
+| caller of `close` | the end of the step, and of the tensor that is being staged | both threads | `_JOIN_S` each |
 
 Decides nothing about batching; that is the core's. No method polls or sleeps.
 """
@@ -13,10 +15,11 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import contextlib
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
@@ -36,7 +39,7 @@ from rollmill.types import GenerateRequest, Turn
 R = TypeVar("R")
 
 _JOIN_S = 30.0
-"""Longest wait for the worker to finish its step when the engine ends."""
+"""Longest wait for the worker to finish its step, and for staging to finish its tensor, when the engine ends."""
 
 CAPABILITIES = (
     "abort",
@@ -49,6 +52,7 @@ CAPABILITIES = (
     "pause_keep",
     "prefix_cache",
     "score",
+    "stage",
     "top_k",
     "top_p",
     "version_spans",
@@ -117,6 +121,8 @@ class EmbeddedEngine:
         self._ended: Future[None] = Future()
         self._thread = threading.Thread(target=self._run, name="rollmill-engine", daemon=True)
         self._thread.start()
+        # One thread: what is staged next waits until what was given up has let go of the spare buffers.
+        self._stager = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rollmill-staging")
         atexit.register(self._close_at_exit)
 
     # -- engine protocol
@@ -187,6 +193,35 @@ class EmbeddedEngine:
         self._post(lambda: self._begin_drain(drained), drained)
         await asyncio.wrap_future(drained)
 
+    async def stage(self, tensors: Mapping[str, torch.Tensor], *, policy_version: int) -> None:
+        """Make weights ready in spare buffers, on a thread of their own, while the engine goes on.
+
+        Raises:
+            WeightError: if names, shapes or dtypes do not fit.
+            EngineError: if the weights could not be made ready; `EngineDead` if the engine ended meanwhile.
+
+        Cancellation:
+            the work ends at the next tensor, and nothing is ready.
+        """
+        given_up = threading.Event()
+
+        def gives_up() -> bool:
+            return given_up.is_set() or self._closing
+
+        with self._wake:
+            if self._closing:
+                raise self._dead()
+            work = self._stager.submit(
+                self._core.staging.write, tensors, policy_version=policy_version, gives_up=gives_up
+            )
+        try:
+            ready = await asyncio.wrap_future(work)
+        except asyncio.CancelledError:
+            given_up.set()
+            raise
+        if not ready:
+            raise self._dead()
+
     async def update(
         self, tensors: Mapping[str, torch.Tensor], *, policy_version: int, digest: str, kv: KvPolicy
     ) -> UpdateReport:
@@ -241,6 +276,9 @@ class EmbeddedEngine:
         await asyncio.wrap_future(self._ended)
         # Joined, not only ended: a thread that still unwinds while the interpreter goes down aborts the process.
         await asyncio.to_thread(self._thread.join, _JOIN_S)
+        with contextlib.suppress(TimeoutError):  # a tensor that cannot be read must not hold up the end
+            async with asyncio.timeout(_JOIN_S):
+                await asyncio.to_thread(self._stager.shutdown)
         atexit.unregister(self._close_at_exit)
 
     def _close_at_exit(self) -> None:

@@ -55,6 +55,7 @@ class PackedLinear:
         self._kernels, self._bias, self._dtype = kernels, module.bias, module.weight.dtype
         self._outputs, self._inputs = module.out_features, module.in_features
         self._packed = kernels.new_packed(outputs=self._outputs, inputs=self._inputs)
+        self._spare: torch.Tensor | None = None
         if not keeps_weight:
             # The right shape without memory; whoever reads it gets NaN, never numbers of an earlier version.
             nothing = torch.full((), torch.nan, dtype=module.weight.dtype).expand(self.shape)
@@ -63,7 +64,25 @@ class PackedLinear:
 
     def write(self, value: torch.Tensor) -> None:
         """Pack a new weight, [outputs, inputs] of any floating dtype, rounded to the serving precision."""
-        self._kernels.pack(value.to(self._dtype).to(torch.float32).contiguous(), self._packed)
+        self._pack(value, into=self._packed, threads=torch.get_num_threads())
+
+    def stage(self, value: torch.Tensor) -> None:
+        """Pack a new weight into the spare buffer, on one thread; products go on with the old one."""
+        if self._spare is None:
+            self._spare = self._kernels.new_packed(outputs=self._outputs, inputs=self._inputs)
+        self._pack(value, into=self._spare, threads=1)
+
+    def swap(self) -> None:
+        """Exchange the spare buffer and the one that products read."""
+        self._packed, self._spare = _exchanged(self._packed, self._spare)
+
+    def buffers(self) -> list[torch.Tensor]:
+        """Return the buffer that products read, and the spare one if there is one."""
+        return [self._packed] if self._spare is None else [self._packed, self._spare]
+
+    def _pack(self, value: torch.Tensor, *, into: torch.Tensor, threads: int) -> None:
+        rounded = value.to(self._dtype).to(torch.float32).contiguous()
+        self._kernels.pack(rounded, into, threads=threads)
 
     def _forward(self, input: torch.Tensor) -> torch.Tensor:
         rows = input.reshape(-1, self._inputs).to(torch.float32).contiguous()
@@ -84,13 +103,44 @@ class Destination:
     def __init__(self, parameter: torch.Tensor | None, *packed: PackedLinear) -> None:
         self.parameter, self._packed = parameter, packed
         self.shape = packed[0].shape if parameter is None else parameter.shape
+        # The memory behind the parameter, which the modules go on holding while this is exchanged.
+        self._plain = None if parameter is None else parameter.detach()
+        self._spare: torch.Tensor | None = None
 
     def write(self, value: torch.Tensor) -> None:
         """Take a new value, cast to what it is kept in."""
-        if self.parameter is not None:
-            self.parameter.copy_(value)
+        if self._plain is not None:
+            self._plain.copy_(value)
         for packed in self._packed:
             packed.write(value)
+
+    def stage(self, value: torch.Tensor) -> None:
+        """Put a new value into spare buffers, cast as by `write`; what is served does not change."""
+        if self._plain is not None:
+            if self._spare is None:
+                self._spare = torch.empty_like(self._plain)
+            self._spare.copy_(value)
+        for packed in self._packed:
+            packed.stage(value)
+
+    def swap(self) -> None:
+        """Exchange the spare buffers, written by `stage`, and those that are served."""
+        if self.parameter is not None and self._plain is not None:
+            self._plain, self._spare = _exchanged(self._plain, self._spare)
+            self.parameter.data = self._plain
+        for packed in self._packed:
+            packed.swap()
+
+    def buffers(self) -> list[torch.Tensor]:
+        """Return every buffer that holds this tensor, serving or spare."""
+        plain = [buffer for buffer in (self._plain, self._spare) if buffer is not None]
+        return plain + [buffer for packed in self._packed for buffer in packed.buffers()]
+
+
+def _exchanged(serving: torch.Tensor, spare: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    if spare is None:
+        raise AssertionError("nothing was staged, so there is nothing to exchange")
+    return spare, serving
 
 
 def destinations(model: nn.Module, *, kernels: Kernels | None) -> list[tuple[tuple[str, ...], Destination]]:

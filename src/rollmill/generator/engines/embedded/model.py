@@ -8,6 +8,7 @@ request, so that an unknown deviation cannot pass silently.
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -160,11 +161,24 @@ class ServedModel:
         return pairs
 
     @torch.inference_mode()
-    def copy(self, pairs: list[tuple[Destination, torch.Tensor]]) -> int:
-        """Write checked values where they go, cast to the serving precision; return the bytes of the new weights."""
+    def copy(self, pairs: list[tuple[Destination, torch.Tensor]]) -> None:
+        """Write checked values into the serving set, cast to the serving precision."""
         for destination, value in pairs:
             destination.write(value)
-        return sum(value.numel() for _, value in pairs) * self.dtype.itemsize
+
+    def swap(self) -> None:
+        """Exchange the serving set of buffers and the spare one, which `Destination.stage` has filled for all."""
+        for _, destination in self._destinations:
+            destination.swap()
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of one version in the serving precision; a tied tensor counts once."""
+        return sum(math.prod(destination.shape) for _, destination in self._destinations) * self.dtype.itemsize
+
+    def buffers(self) -> list[torch.Tensor]:
+        """Return every buffer that holds weights: plain and packed, serving and spare."""
+        return [buffer for _, destination in self._destinations for buffer in destination.buffers()]
 
     @torch.inference_mode()
     def forward(

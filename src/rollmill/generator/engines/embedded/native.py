@@ -53,10 +53,10 @@ class Kernels:
         """Return room for a packed weight of this shape: float32, one dimension."""
         return torch.empty(-(-outputs // _PANEL) * _PANEL * inputs, dtype=torch.float32)
 
-    def pack(self, weight: torch.Tensor, packed: torch.Tensor) -> None:
-        """Write `weight`, float32 [outputs, inputs], into room made by `new_packed`."""
+    def pack(self, weight: torch.Tensor, packed: torch.Tensor, *, threads: int | None = None) -> None:
+        """Write `weight`, float32 [outputs, inputs], into room made by `new_packed`, on torch's threads if `None`."""
         outputs, inputs = weight.shape
-        self._pack(weight.data_ptr(), packed.data_ptr(), outputs, inputs, torch.get_num_threads())
+        self._pack(weight.data_ptr(), packed.data_ptr(), outputs, inputs, threads or torch.get_num_threads())
 
     def linear(self, rows: torch.Tensor, packed: torch.Tensor, *, outputs: int) -> torch.Tensor:
         """Return `rows @ weight.T`, float32 [m, outputs], for `rows`, float32 [m, inputs]."""
