@@ -2,9 +2,11 @@
 
 Reading the class of a language model also imports torch's compiler and its distributed tensors (with sympy and several
 hundred modules between them): half of a process' start. Decides what of it waits until somebody uses it: the compiler
-loads at the first use of `torch._dynamo`; transformers is told that there is no distributed torch, which it supports,
-unless a launcher set up one. Neither torch nor the model classes are changed. Where a later version of torch or
-transformers is made differently, everything is imported as usual, only slower.
+loads at the first use of `torch._dynamo`; torch's Python definitions of its operators (for the compiler and for tensors
+without data) load with it, or by `import_operator_definitions`; transformers is told that there is no distributed
+torch, which it supports, unless a launcher set up one, and its table of classes is kept. Neither torch nor the model
+classes are changed. Where a later version of torch or transformers is made differently, everything is imported as
+usual, only slower.
 """
 
 from __future__ import annotations
@@ -19,7 +21,10 @@ import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from rollmill.weights.late_import import kept_import_structure, late, run_late
+
 COMPILER = "torch._dynamo"
+OPERATOR_DEFINITIONS = ("torch._meta_registrations", "torch._decomp", "torch._refs", "torch._prims")
 MODEL_MODULES = (
     "transformers.modeling_utils",
     "transformers.generation.utils",
@@ -39,12 +44,23 @@ def import_transformers(*, distributed: bool | None = None) -> None:
     if distributed is None:
         distributed = any(name in os.environ for name in _LAUNCHERS)
     with without_collection():
-        importlib.import_module("torch")
-        with on_demand(COMPILER):
+        with late(OPERATOR_DEFINITIONS):
+            for name in ("torch", *OPERATOR_DEFINITIONS):
+                importlib.import_module(name)
+        with on_demand(COMPILER), kept_import_structure():
             if not distributed:
                 _tell_not_distributed()
             for name in MODEL_MODULES:
                 importlib.import_module(name)
+
+
+def import_operator_definitions() -> None:
+    """Have torch know its operators on tensors without data, as a plain import of it does.
+
+    Call it before anything that uses the meta device. What needs it and did not call gets torch's error that an
+    operator is not implemented there, never another result.
+    """
+    run_late(OPERATOR_DEFINITIONS)
 
 
 @contextlib.contextmanager
@@ -79,6 +95,7 @@ class _OnDemand(types.ModuleType):
         if self.marking and name == "disable":
             return _disable
         self.__class__ = types.ModuleType  # type: ignore[assignment]
+        run_late(OPERATOR_DEFINITIONS)
         spec = self.__spec__
         if spec is None or spec.loader is None:
             raise ImportError(f"{self.__name__} has no loader any more")
