@@ -21,7 +21,6 @@ from typing import Any
 
 import numpy as np
 
-from rollmill.buffer.protocol import StepRecord, Transition
 from rollmill.buffer.sqlite import SqliteStore
 from rollmill.clock import VirtualClock
 from rollmill.config.schema import RollmillConfig
@@ -29,23 +28,19 @@ from rollmill.controller.replicas import ReplicaSet
 from rollmill.controller.reporting import RunReporter
 from rollmill.controller.shell import Controller
 from rollmill.controller.translate import scheduler_settings
-from rollmill.environments.single_turn import run_rollout
 from rollmill.scheduling.core import Scheduler
 from rollmill.scheduling.events import ReplicaJoined, RunStarted
-from rollmill.scheduling.instructions import StartRollout
 from rollmill.telemetry.run_directory import RunDirectory
-from rollmill.testing import ScriptedEnvironment, ToyTokenizer
-from rollmill.testing.virtual_loop import run_virtual
-from rollmill.types import (
-    GenerateRequest,
-    Rollout,
-    SamplingParams,
-    StopReason,
-    Turn,
-    VersionSpan,
-    WeightManifest,
-    derive_seed,
+from rollmill.testing import (
+    FakeRepository,
+    FakeTrainer,
+    ScriptedEnvironment,
+    ToyTokenizer,
+    in_place,
+    rollout_runner,
+    run_virtual,
 )
+from rollmill.types import GenerateRequest, StopReason, Turn, VersionSpan
 
 STEP_S = 0.2
 DECODE_STEP_S = 0.05
@@ -54,34 +49,6 @@ FASTEST_S, SLOWEST_S = 4.0, 16.0
 GROUP_SIZE = 8
 BUDGET = 4
 OUTPUT_TOKENS = 24
-
-
-class Repository:
-    """Manifests without tensors."""
-
-    def __init__(self) -> None:
-        self.known: list[WeightManifest] = []
-
-    def publish(self, *, optimizer_step: int, at_s: float) -> None:
-        version = len(self.known) + 1
-        self.known.append(
-            WeightManifest(
-                policy_version=version,
-                optimizer_step=optimizer_step,
-                parent=version - 1 or None,
-                history_id="h001",
-                training_dtype="float32",
-                serving_dtype="float32",
-                tensors={},
-                digest=f"d{version}",
-                transport="shm",
-                location="",
-                published_at_s=at_s,
-            )
-        )
-
-    def manifests(self) -> list[WeightManifest]:
-        return self.known
 
 
 class Replica:
@@ -165,7 +132,7 @@ class World:
         )
         self.clock = VirtualClock()
         self.store = SqliteStore(folder / "run" / "store.sqlite")
-        self.repository = Repository()
+        self.repository = FakeRepository()
         self.environment = ScriptedEnvironment(size=4096, script=[0.0, 1.0])
         self.tokenizer = ToyTokenizer()
         self.replica = Replica(self.clock, vocabulary=self.tokenizer.vocabulary_size)
@@ -194,12 +161,18 @@ class World:
             store=self.store,
             repository=self.repository,  # type: ignore[arg-type]
             clock=self.clock,
-            run_rollout=self._rollout,
+            run_rollout=rollout_runner(
+                self.config,
+                environment=self.environment,
+                renderer=self.tokenizer,
+                generate=self.replicas.generate,
+                clock=self.clock,
+            ),
             load_replica=self._load,
             ring_trainer=lambda: None,
             reporter=self.reporter,
             stored_groups=set(),
-            run_blocking=_inline,
+            run_blocking=in_place,
         )
         apply = self.meter.through("store and journal", self.store.apply)
         self.store.apply = apply  # type: ignore[method-assign]
@@ -216,50 +189,26 @@ class World:
             await run
             trainer.cancel()
 
-    async def _rollout(self, start: StartRollout) -> Rollout:
-        return await run_rollout(
-            start,
-            environment=self.environment,
-            renderer=self.tokenizer,
-            generate=self.replicas.generate,
-            sampling=SamplingParams(max_new_tokens=OUTPUT_TOKENS, seed=derive_seed(0, start.group_id, start.sibling)),
-            schedule=self.config.schedule,
-            clock=self.clock,
-        )
-
     async def _load(self, replica_id: str, policy_version: int) -> None:
         self.replica.version = policy_version
 
     async def _train(self) -> None:
-        lease = self.meter.through("trainer (not counted)", self.store.lease_batch)
-        record = self.meter.through("trainer's record (not counted)", self.store.record_step)
-        for step in range(self.config.run.steps):
-            batch = None
-            while batch is None:
-                batch = lease(optimizer_step=step, owner="trainer", now_s=self.clock.now_s(), lease_s=600.0)
-                await asyncio.sleep(DECODE_STEP_S)
-            self.controller.look()
-            await asyncio.sleep(STEP_S)
-            self.repository.publish(optimizer_step=step + 1, at_s=self.clock.now_s())
-            record(
-                StepRecord(
-                    batch_id=batch.batch_id,
-                    history_id="h001",
-                    optimizer_step=step + 1,
-                    policy_version=step + 2,
-                    group_ids=tuple(group.group_id for group in batch.groups),
-                    finished_at_s=self.clock.now_s(),
-                    seconds={"train": STEP_S},
-                    metrics={"loss": 0.0},
-                ),
-                owner="trainer",
-            )
+        for name, call in (
+            ("trainer (not counted)", "lease_batch"),
+            ("trainer's record (not counted)", "record_step"),
+        ):
+            setattr(self.store, call, self.meter.through(name, getattr(self.store, call)))
+        trainer = FakeTrainer(
+            store=self.store,
+            repository=self.repository,
+            clock=self.clock,
+            ring=self.controller.look,
+            step_s=STEP_S,
+            look_every_s=DECODE_STEP_S,
+        )
+        for _ in range(self.config.run.steps):
+            await trainer.step()
             self.resident.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
-            self.controller.look()
-
-
-async def _inline(func: Callable[[Transition], int], *args: Transition) -> int:
-    return func(*args)
 
 
 def measure(*, concurrent: int, steps: int, folder: Path) -> dict[str, Any]:

@@ -20,40 +20,20 @@ from rollmill.config.schema import (
 from rollmill.controller.replicas import ReplicaSet
 from rollmill.controller.shell import Controller
 from rollmill.controller.translate import scheduler_settings
-from rollmill.environments.single_turn import run_rollout
 from rollmill.scheduling.core import Scheduler
 from rollmill.scheduling.events import ReplicaJoined, RunStarted
-from rollmill.scheduling.instructions import StartRollout
-from rollmill.testing import FakeEngine, FakeFaults, FakeLatency, ScriptedEnvironment, ToyTokenizer, VirtualClock
-from rollmill.types import Rollout, SamplingParams, WeightManifest, derive_seed
-
-
-class FakeRepository:
-    """Manifests without tensors."""
-
-    def __init__(self) -> None:
-        self._manifests: list[WeightManifest] = []
-
-    def publish(self, *, optimizer_step: int, at_s: float) -> WeightManifest:
-        version = len(self._manifests) + 1
-        manifest = WeightManifest(
-            policy_version=version,
-            optimizer_step=optimizer_step,
-            parent=version - 1 or None,
-            history_id="h001",
-            training_dtype="float32",
-            serving_dtype="float32",
-            tensors={},
-            digest=f"fake-{version}",
-            transport="shm",
-            location="",
-            published_at_s=at_s,
-        )
-        self._manifests.append(manifest)
-        return manifest
-
-    def manifests(self) -> list[WeightManifest]:
-        return list(self._manifests)
+from rollmill.testing import (
+    FakeEngine,
+    FakeFaults,
+    FakeLatency,
+    FakeRepository,
+    FakeTrainer,
+    ScriptedEnvironment,
+    ToyTokenizer,
+    VirtualClock,
+    in_place,
+    rollout_runner,
+)
 
 
 class Reports:
@@ -163,13 +143,19 @@ class World:
             store=self.store,
             repository=self.repository,  # type: ignore[arg-type]
             clock=self.clock,
-            run_rollout=self._rollout,
+            run_rollout=rollout_runner(
+                self.config,
+                environment=self.environment,
+                renderer=self.tokenizer,
+                generate=lambda request: self.replicas.generate(request),
+                clock=self.clock,
+            ),
             load_replica=self._load,
             ring_trainer=lambda: None,
             reporter=self.reports,
             stored_groups=stored_groups or set(),
             last_step_row=last_step_row,
-            run_blocking=_inline,
+            run_blocking=in_place,
         )
         return self.controller
 
@@ -193,22 +179,6 @@ class World:
             ReplicaJoined(at_s=self.clock.now_s(), replica_id=name, slots=8, policy_version=policy_version)
         )
 
-    async def _rollout(self, start: StartRollout) -> Rollout:
-        sampling = self.config.sampling
-        return await run_rollout(
-            start,
-            environment=self.environment,
-            renderer=self.tokenizer,
-            generate=self.replicas.generate,
-            sampling=SamplingParams(
-                temperature=sampling.temperature,
-                max_new_tokens=sampling.max_new_tokens,
-                seed=derive_seed(self.config.run.seed, start.group_id, start.sibling),
-            ),
-            schedule=self.config.schedule,
-            clock=self.clock,
-        )
-
     async def _load(self, replica_id: str, policy_version: int) -> None:
         engine = self.engines[replica_id]
         await engine.pause("keep")
@@ -225,33 +195,13 @@ class World:
 
     async def _train(self) -> None:
         """A trainer that takes each batch at once and needs `step_s` for it."""
-        step = 0
+        trainer = FakeTrainer(
+            store=self.store,
+            repository=self.repository,
+            clock=self.clock,
+            ring=lambda: self.ring(),
+            step_s=self._step_s,
+            look_every_s=0.25,
+        )
         while True:
-            batch = self.store.lease_batch(
-                optimizer_step=step, owner="trainer", now_s=self.clock.now_s(), lease_s=1000.0
-            )
-            if batch is None:
-                await asyncio.sleep(0.25)
-                continue
-            self.ring()
-            await asyncio.sleep(self._step_s)
-            step += 1
-            manifest = self.repository.publish(optimizer_step=step, at_s=self.clock.now_s())
-            self.store.record_step(
-                StepRecord(
-                    batch_id=batch.batch_id,
-                    history_id="h001",
-                    optimizer_step=step,
-                    policy_version=manifest.policy_version,
-                    group_ids=tuple(group.group_id for group in batch.groups),
-                    finished_at_s=self.clock.now_s(),
-                    seconds={"train": self._step_s},
-                    metrics={},
-                ),
-                owner="trainer",
-            )
-            self.ring()
-
-
-async def _inline(function: Callable[[Any], int], argument: Any) -> int:
-    return function(argument)
+            await trainer.step()

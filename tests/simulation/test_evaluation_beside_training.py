@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 
-from controller_world import FakeRepository, World, config_of
+from controller_world import World, config_of
 
 from rollmill.controller.evaluation import EvaluationResult, Generate, evaluate
 from rollmill.controller.side_evaluation import DueVersion, SideEvaluations, labels_due
 from rollmill.runtime.evaluator import evaluate_beside
-from rollmill.testing import FakeEngine, FakeLatency, ScriptedEnvironment, run_virtual
-from rollmill.types import WeightManifest
+from rollmill.testing import FakeEngine, FakeLatency, FakeRepository, ScriptedEnvironment, run_virtual
 
 STEPS = 12
 TOKEN_S = 2.0
@@ -24,9 +23,6 @@ class HoldingRepository(FakeRepository):
         super().__init__()
         self.holds: set[int] = set()
         self.ever_held: list[int] = []
-
-    def latest(self) -> WeightManifest | None:
-        return self.manifests()[-1] if self.manifests() else None
 
     def hold(self, policy_version: int, *, owner: str) -> None:
         self.holds.add(policy_version)

@@ -33,7 +33,8 @@ Example: a rollout whose scorer takes an hour, in a millisecond.
     (Scored(raw_reward=1.0, shaped_reward=1.0), {'generate': 0.0, 'score': 3600.0})
 
 `FakeEngine` stands for a replica's engine: it samples from a table instead of a model, swaps weights by digest, and
-models latency on the loop's time; see its own documentation.
+models latency on the loop's time; see its own documentation. `FakeTrainer` and `FakeRepository` stand for the rest of a
+run: batches are leased, take their time, and are published and recorded, without a tensor.
 """
 
 from rollmill.clock import VirtualClock
@@ -42,6 +43,7 @@ from rollmill.testing.environment import ScriptedEnvironment, solved
 from rollmill.testing.faults import Delay, FaultAction, FaultInjector, Hang, Raise
 from rollmill.testing.generate import reply_with
 from rollmill.testing.tokenizer import ToyTokenizer
+from rollmill.testing.training import FakeRepository, FakeTrainer, fake_manifest, in_place, rollout_runner
 from rollmill.testing.virtual_loop import run_virtual
 
 __all__ = [
@@ -49,6 +51,8 @@ __all__ = [
     "FakeEngine",
     "FakeFaults",
     "FakeLatency",
+    "FakeRepository",
+    "FakeTrainer",
     "FaultAction",
     "FaultInjector",
     "Hang",
@@ -56,7 +60,10 @@ __all__ = [
     "ScriptedEnvironment",
     "ToyTokenizer",
     "VirtualClock",
+    "fake_manifest",
+    "in_place",
     "reply_with",
+    "rollout_runner",
     "run_virtual",
     "solved",
 ]

@@ -22,6 +22,7 @@ MODULES = [
     "rollmill.testing.faults",
     "rollmill.testing.scorers",
     "rollmill.testing.tokenizer",
+    "rollmill.testing.training",
     "rollmill.testing.virtual_loop",
     "rollmill.environments.gym_pool",
     "rollmill.environments.order",

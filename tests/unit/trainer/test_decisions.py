@@ -6,6 +6,7 @@ import pytest
 from trainer_builders import closed, random_groups, rollout, turn
 
 from rollmill.errors import InvariantViolation, StalenessViolation
+from rollmill.testing import fake_manifest
 from rollmill.trainer.decisions import (
     EndReason,
     GiveUp,
@@ -16,7 +17,7 @@ from rollmill.trainer.decisions import (
     loss_steps,
     publication_due,
 )
-from rollmill.types import Unscored, VersionSpan, WeightManifest
+from rollmill.types import Unscored, VersionSpan
 
 
 def wait(
@@ -107,18 +108,7 @@ def test_a_checkpoint_is_due_every_so_many_steps_and_never_twice(step: int, writ
 
 
 def test_weights_are_published_at_the_start_unless_this_incarnation_did_it_already() -> None:
-    manifest = WeightManifest(
-        policy_version=3,
-        optimizer_step=8,
-        parent=None,
-        history_id="h001",
-        training_dtype="float32",
-        serving_dtype="float32",
-        tensors={},
-        digest="",
-        transport="file",
-        location="",
-    )
+    manifest = fake_manifest(3, optimizer_step=8)
     assert publication_due(None, history_id="h001", optimizer_step=0)
     assert not publication_due(manifest, history_id="h001", optimizer_step=8)
     assert publication_due(manifest, history_id="h002", optimizer_step=8)

@@ -17,6 +17,7 @@ from rollmill.buffer.memory import MemoryStore
 from rollmill.buffer.protocol import Assignment, CommitPoint, StepRecord, Transition
 from rollmill.clock import VirtualClock
 from rollmill.errors import DeadlineExceeded, NumericalFault, StalenessViolation, StoreError, WeightError
+from rollmill.testing import fake_manifest
 from rollmill.trainer.decisions import EndReason
 from rollmill.trainer.loop import OWNER, LoopResult, TrainerLoop
 from rollmill.trainer.step import Trainer, TrainerState
@@ -71,17 +72,13 @@ class Repository:
         at_s: float,
     ) -> Copied:
         self._clock.advance(self._publish_s)
-        manifest = WeightManifest(
-            policy_version=len(self.published) + 1,
+        manifest = fake_manifest(
+            len(self.published) + 1,
             optimizer_step=optimizer_step,
             parent=parent,
             history_id=history_id,
             training_dtype=training_dtype,
             serving_dtype=training_dtype,
-            tensors={},
-            digest=f"d{len(self.published)}",
-            transport="file",
-            location="",
             published_at_s=at_s,
         )
         self.copied.append(Copied(self, manifest, {name: t.clone() for name, t in tensors.items()}))
