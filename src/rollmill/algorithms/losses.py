@@ -65,7 +65,7 @@ class LossSettings:
     clip_low: float = 0.2
     clip_high: float = 0.2
     normalisation: Normalisation = "token"
-    correction: CorrectionKind = "truncated_is"
+    correction: CorrectionKind = "clipped_is"
     correction_cap: float = 2.0
     kl_coefficient: float = 0.0
 
@@ -160,7 +160,9 @@ def policy_loss(batch: TokenBatch, *, settings: LossSettings, denominator: float
     `correction = none` there is no such weight, and the clip acts on policy / behaviour.
 
     With one update per batch policy / proximal is 1 in value, so no clip is active then; the bound on old samples is
-    the correction's cap. The correction is per token for every surrogate, also where the clip is per sequence (GSPO).
+    the correction's cap. Its weight is per token for every surrogate. Where `clipped_is` looks at how far the policy has
+    gone, it looks at what the surrogate clips: the token, or the sequence for GSPO; CISPO takes no token's gradient
+    away, so `clipped_is` only truncates there.
 
     Args:
         denominator: `loss_denominator` of the whole step.
@@ -170,13 +172,7 @@ def policy_loss(batch: TokenBatch, *, settings: LossSettings, denominator: float
     """
     mask = batch.mask
     anchor = batch.behaviour if settings.correction == "none" else batch.proximal
-    weight = correction_weights(
-        settings.correction,
-        proximal=batch.proximal,
-        behaviour=batch.behaviour,
-        mask=mask,
-        cap=settings.correction_cap,
-    )
+    weight = _correction(batch, settings=settings)
     log_ratio = torch.where(mask, batch.logprobs - anchor, 0.0)
     surrogate, ratio, clipped = _surrogate(batch, log_ratio, settings=settings)
     per_token = weight * surrogate
@@ -193,6 +189,24 @@ def policy_loss(batch: TokenBatch, *, settings: LossSettings, denominator: float
         loss=(shares * per_token).sum(),
         per_token=per_token.detach(),
         statistics=_statistics(ratio.detach(), clipped=clipped, weight=weight, kl=kl.detach(), mask=mask),
+    )
+
+
+def _correction(batch: TokenBatch, *, settings: LossSettings) -> torch.Tensor:
+    kind, drift = settings.correction, None
+    if kind == "clipped_is" and settings.loss == "cispo":
+        kind = "truncated_is"
+    if kind == "clipped_is" and settings.loss == "gspo":
+        log_ratio = torch.where(batch.mask, batch.proximal - batch.behaviour, 0.0)
+        drift = sequence_log_ratio(log_ratio, mask=batch.mask, sequence_index=batch.sequence_index)
+    return correction_weights(
+        kind,
+        proximal=batch.proximal,
+        behaviour=batch.behaviour,
+        advantages=batch.advantages,
+        mask=batch.mask,
+        cap=settings.correction_cap,
+        drift=drift,
     )
 
 

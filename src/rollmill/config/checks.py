@@ -166,7 +166,7 @@ def _algorithm(config: RollmillConfig) -> Iterator[str]:
         yield (
             'algorithm.loss is "gspo" and algorithm.correction is "masked_is": GSPO weighs whole sequences, the mask '
             "would remove single tokens from them and change the sequence that is weighed. Nearest valid values: "
-            'algorithm.correction "truncated_is" or "none".'
+            'algorithm.correction "clipped_is" (which looks at whole sequences there), "truncated_is" or "none".'
         )
     if algorithm.correction != "none" and algorithm.correction_cap <= 1:
         yield (
@@ -263,7 +263,7 @@ def _no_effect(config: RollmillConfig) -> Iterator[str]:
     if algorithm.correction == "none" and schedule.max_staleness > 0:
         yield (
             f'algorithm.correction is "none" and schedule.max_staleness is {schedule.max_staleness}: the clip alone '
-            'bounds the effect of old samples. "truncated_is" corrects them.'
+            'bounds the effect of old samples. "clipped_is" corrects them.'
         )
     if algorithm.reward_shuffle:
         yield "algorithm.reward_shuffle is true: a control run; accuracy is not expected to rise."

@@ -237,10 +237,11 @@ class AlgorithmSettings(Section):
     """Upper clip range: ratios above 1 + clip_high are clipped."""
     normalisation: Literal["token", "sequence", "constant"] = knob("token")
     """Denominator of the loss: all tokens of the step, sequences of equal weight, or `batch * max_new_tokens`."""
-    correction: Literal["none", "truncated_is", "masked_is"] = knob("truncated_is")
-    """Importance correction between behaviour and proximal policy."""
+    correction: Literal["none", "truncated_is", "masked_is", "clipped_is"] = knob("clipped_is")
+    """Importance correction between behaviour and proximal policy: weights truncated at the cap, masked outside
+    [1 / cap, cap], or truncated and masked only where the advantage would push the policy further beyond it."""
     correction_cap: float = knob(2.0, raising="less bias, more variance", lowering="more bias, less variance", gt=0)
-    """Truncation cap, or upper edge of the mask (the lower edge is its inverse)."""
+    """Truncation cap, and upper edge of the mask (the lower edge is its inverse)."""
     kl_coefficient: float = knob(0.0, raising="stays closer to the reference", lowering="free to move", ge=0)
     """Weight of the KL to the initial policy; 0 keeps no reference in memory."""
     reward_shuffle: bool = knob(False)

@@ -125,6 +125,7 @@ class TestCorrection:
             "truncated_is",
             proximal=torch.zeros(3),
             behaviour=-logs(4.0, 1.5, 0.1),
+            advantages=torch.ones(3),
             mask=torch.ones(3, dtype=torch.bool),
             cap=2.0,
         )
@@ -135,6 +136,7 @@ class TestCorrection:
             "masked_is",
             proximal=torch.zeros(4),
             behaviour=-logs(4.0, 1.5, 0.6, 0.1),
+            advantages=torch.ones(4),
             mask=torch.ones(4, dtype=torch.bool),
             cap=2.0,
         )
@@ -145,10 +147,47 @@ class TestCorrection:
             "truncated_is",
             proximal=torch.zeros(2),
             behaviour=torch.tensor([0.0, math.nan]),
+            advantages=torch.ones(2),
             mask=torch.tensor([True, False]),
             cap=2.0,
         )
         assert weights.tolist() == [1.0, 0.0]
+
+    def test_clipped_weights_are_zero_only_where_the_advantage_leads_further_away(self) -> None:
+        # proximal / behaviour = 4, 4, 1.5, 0.1, 0.1 with cap 2: up and far, down from far, near, down and far, up again
+        weights = correction_weights(
+            "clipped_is",
+            proximal=torch.zeros(5),
+            behaviour=-logs(4.0, 4.0, 1.5, 0.1, 0.1),
+            advantages=torch.tensor([1.0, -1.0, 1.0, -1.0, 1.0]),
+            mask=torch.ones(5, dtype=torch.bool),
+            cap=2.0,
+        )
+        torch.testing.assert_close(weights, torch.tensor([0.0, 2.0, 1.5, 0.0, 0.1]))
+
+    def test_clipped_weights_of_fresh_samples_are_one(self) -> None:
+        weights = correction_weights(
+            "clipped_is",
+            proximal=torch.tensor([-1.0, -7.0]),
+            behaviour=torch.tensor([-1.0, -7.0]),
+            advantages=torch.tensor([3.0, -3.0]),
+            mask=torch.ones(2, dtype=torch.bool),
+            cap=1.01,
+        )
+        assert weights.tolist() == [1.0, 1.0]
+
+    def test_gspo_gives_up_whole_sequences_and_cispo_no_token(self) -> None:
+        # one sequence with ratios 8 and 0.5 (geometric mean 2), one with 8 and 1 (mean 2.8), cap 2.5, A = 1
+        def weights(loss: LossKind) -> list[float]:
+            tokens = batch(torch.zeros(4), [1.0] * 4, behaviour=-logs(8.0, 0.5, 8.0, 1.0), index=[0, 0, 1, 1])
+            settings = LossSettings(loss=loss, correction_cap=2.5)
+            policy_loss(tokens, settings=settings, denominator=1.0).loss.backward()
+            return [-round(float(value), 4) for value in tokens.logprobs.grad]
+
+        assert weights("ppo") == [0.0, 0.5, 0.0, 1.0]
+        # the sequence ratio passes each token's gradient through the mean: half of the sequence's summed weights each
+        assert weights("gspo") == [1.5, 1.5, 0.0, 0.0]
+        assert weights("cispo") == [2.5, 0.5, 2.5, 1.0]
 
     def test_decoupled_ppo_weighs_by_the_correction_and_clips_against_the_proximal_policy(self) -> None:
         # policy / proximal = 1.5, clipped to 1.2 with A = 1; proximal / behaviour = 3, capped to 2: loss -2.4
@@ -166,7 +205,7 @@ class TestCorrection:
     def test_with_one_update_per_batch_the_gradient_is_the_corrected_policy_gradient(self) -> None:
         # ratio to the proximal policy is 1, so d loss / d log p = -w A / n with w = min(3, 2) and 0.5
         tokens = batch(torch.zeros(2), [1.0, -2.0], behaviour=-logs(3.0, 0.5))
-        policy_loss(tokens, settings=LossSettings(), denominator=2.0).loss.backward()
+        policy_loss(tokens, settings=LossSettings(correction="truncated_is"), denominator=2.0).loss.backward()
         torch.testing.assert_close(tokens.logprobs.grad, torch.tensor([-1.0, 0.5]))
 
 
@@ -240,8 +279,9 @@ class TestNormalisation:
 class TestStatistics:
     def test_by_hand_and_additive_over_micro_batches(self) -> None:
         # ratios 1.5 (clipped) and 1.0; correction weights 2 (capped from 3) and 0.5
-        one = policy_loss(batch(logs(1.5), [1.0], behaviour=-logs(3.0)), settings=LossSettings(), denominator=2.0)
-        two = policy_loss(batch(logs(1.0), [1.0], behaviour=-logs(0.5)), settings=LossSettings(), denominator=2.0)
+        settings = LossSettings(correction="truncated_is")
+        one = policy_loss(batch(logs(1.5), [1.0], behaviour=-logs(3.0)), settings=settings, denominator=2.0)
+        two = policy_loss(batch(logs(1.0), [1.0], behaviour=-logs(0.5)), settings=settings, denominator=2.0)
         summary = (one.statistics + two.statistics).summary()
         assert summary["clip_fraction"] == 0.5
         assert summary["ratio_mean"] == pytest.approx(1.25)

@@ -53,7 +53,7 @@ def test_temperature_zero_is_refused_in_training_and_allowed_in_evaluation():
         (["run.stall_report_s=600"], ["stall_report_s is 600 s", "stall_limit_s is 600 s", "below 600", "above 600"]),
         (["algorithm.loss=dapo"], ["clip_high 0.2", "clip_low 0.2", "clip_high 0.28"]),
         (["algorithm.clip_low=1.5"], ["clip_low is 1.5", "-0.5"]),
-        (["algorithm.loss=gspo", "algorithm.correction=masked_is"], ["truncated_is", "none"]),
+        (["algorithm.loss=gspo", "algorithm.correction=masked_is"], ["clipped_is", "truncated_is", "none"]),
         (["algorithm.correction_cap=1.0"], ["correction_cap is 1", "above 1"]),
         (["trainer.betas=[0.9, 1.0]"], ["trainer.betas[1] is 1", "0.99"]),
         # 1000 problems x 0.1 = about 100 held out; 256 need 2560.
