@@ -6,7 +6,8 @@
 Floating-point operations of a step: 6 x (weights of the body x positions + weights of the head x loss tokens). Forward
 takes 2 per weight and token, backward 4. Attention scores and norms are not counted as work; their time is. Time: from
 the first packed token to the clipped gradient. The best product (2048 cubed, or the model's own shape) is measured
-before and after every step, in the same process, precision and threads. Writes `result.json` beside this file.
+before and after every step, in the same process, precision and threads. A share above 1 is none and its ratio is left
+out, with the reason (`left_out`). Writes `result.json` beside this file.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from shares import GOAL, median, ratios
 
 from rollmill.config.precision import native_bfloat16
 from rollmill.runtime.threads import process_environment
@@ -30,7 +32,6 @@ from rollmill.weights import prepare
 
 HERE = Path(__file__).parent
 MODEL = "smollm2-135m-instruct"
-GOAL = 0.60
 
 
 def machine() -> dict[str, Any]:
@@ -77,23 +78,6 @@ def work(plan: dict[str, Any]) -> dict[str, Any]:
     return {"load_average_before": load, **json.loads(done.stdout.splitlines()[-1])}
 
 
-def median(steps: list[dict[str, float]], name: str) -> float:
-    return statistics.median(step[name] for step in steps)
-
-
-def ratios(runs: list[dict[str, Any]]) -> dict[str, float]:
-    found: dict[str, float] = {}
-    for run in runs:
-        for shape in run["shapes"]:
-            name = f"{run['dtype']}_{run['threads']}_threads_{shape['shape']}"
-            found[f"share_of_gemm_over_goal_{name}"] = median(shape["steps"], "share_by_wall") / GOAL
-            found[f"share_of_gemm_over_goal_by_cpu_{name}"] = median(shape["steps"], "share_by_cpu") / GOAL
-        if "checkpoints" in run:
-            waits = [entry["written"]["wall_s"] / entry["begun"]["wall_s"] for entry in run["checkpoints"]]
-            found["checkpoint_wait_saved"] = statistics.median(waits)
-    return found
-
-
 def say(run: dict[str, Any]) -> None:
     for shape in run["shapes"]:
         steps = shape["steps"]
@@ -125,15 +109,20 @@ def main() -> None:
     for plan in plans(runs=args.runs, threads=args.threads, dtypes=args.dtypes, shapes=args.shapes, folder=args.folder):
         runs.append(work(plan))
         say(runs[-1])
+        found, left_out = ratios(runs)
         result = {
             "machine": started_on,
             "settings": {"model": MODEL, "runs": args.runs},
             "goals": {"share_of_gemm": GOAL},
             "runs": runs,
-            "ratios": ratios(runs),
+            "ratios": found,
+            "left_out": left_out,
         }
         args.out.write_text(json.dumps(result, indent=2) + "\n")
-    print(json.dumps(ratios(runs)))
+    found, left_out = ratios(runs)
+    for name, reason in left_out.items():
+        print(f"left out: {name}: {reason}")
+    print(json.dumps(found))
 
 
 if __name__ == "__main__":
