@@ -1,6 +1,6 @@
 """How old may samples be? Held-out accuracy against staleness, with and without importance correction.
 
-    python benchmarks/staleness/run.py            # all of it: about 6 minutes of one core
+    python benchmarks/staleness/run.py            # all of it: about 7 minutes of one core
     python benchmarks/staleness/run.py --seeds 0 --steps 10 --out /tmp/staleness.json
 
 Groups, advantages, correction, loss and optimizer are Rollmill's own. A plain loop samples in the same process, so that
@@ -66,6 +66,7 @@ LEARNING_RATES = (1e-3, 3e-4)
 STEPS = 24
 EVALUATE_EVERY = 12
 GROUPS, GROUP_SIZE = 16, 8
+CORRECTIONS = {"clipped": "clipped_is", "truncated": "truncated_is", "none": "none", "ignored": "none"}
 
 
 def config_of(*, learning_rate: float, arm: str) -> RollmillConfig:
@@ -73,7 +74,7 @@ def config_of(*, learning_rate: float, arm: str) -> RollmillConfig:
     return RollmillConfig(
         sampling=SamplingSettings(max_new_tokens=base_model.ANSWER_TOKENS),
         trainer=TrainerSettings(dtype="float32", learning_rate=learning_rate),
-        algorithm=AlgorithmSettings(correction="truncated_is" if arm == "truncated" else "none"),
+        algorithm=AlgorithmSettings(correction=CORRECTIONS[arm]),
         schedule=ScheduleSettings(batch_groups=GROUPS, group_size=GROUP_SIZE, max_staleness=max(STALENESS)),
     )
 

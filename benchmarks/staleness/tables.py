@@ -8,7 +8,8 @@ from typing import Any
 STALENESS = (0, 1, 2, 4, 8, 16)
 SEEDS = (0, 1, 2)
 ARMS = {
-    "truncated": "importance weight proximal / behaviour, truncated at 2 (the default)",
+    "clipped": "truncated, and no gradient where the advantage leads further beyond [1/2, 2] (the default)",
+    "truncated": "importance weight proximal / behaviour, truncated at 2",
     "none": "no importance weight; PPO's clip acts on policy / behaviour",
     "ignored": "as if samples were fresh: behaviour log-probs recomputed with the trained weights",
 }
@@ -19,7 +20,7 @@ def settings_of_a_seed() -> list[tuple[int, str]]:
 
     At staleness 0 there is nothing to correct: the arms differ by rounding, and one of them stands for all.
     """
-    return [(staleness, arm) for staleness in STALENESS for arm in ARMS if staleness > 0 or arm == "truncated"]
+    return [(staleness, arm) for staleness in STALENESS for arm in ARMS if staleness > 0 or arm == "clipped"]
 
 
 def summary(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -57,22 +58,23 @@ def line_of(rows: list[dict[str, Any]], *, learning_rate: float, arm: str) -> li
 def ratios(runs: list[dict[str, Any]]) -> dict[str, float]:
     """Return medians over seeds of one accuracy over another with the same seed and learning rate.
 
-    `truncated_over_<arm>`: larger than 1 means that the correction helped. `kept`: accuracy with the default correction
-    over accuracy of fresh samples; 1 means that nothing was lost.
+    `clipped_over_<arm>`: larger than 1 means that the default correction is better. `kept`: accuracy with the default
+    correction over accuracy of fresh samples; 1 means that nothing was lost.
     """
     accuracy = {(run["learning_rate"], run["arm"], run["staleness"], run["seed"]): run["accuracy"] for run in runs}
     found: dict[str, float] = {}
     for rate in sorted({run["learning_rate"] for run in runs}):
         for staleness in STALENESS[1:]:
             for name, arm, age in (
-                ("kept", "truncated", 0),
-                ("truncated_over_none", "none", staleness),
-                ("truncated_over_ignored", "ignored", staleness),
+                ("kept", "clipped", 0),
+                ("clipped_over_truncated", "truncated", staleness),
+                ("clipped_over_none", "none", staleness),
+                ("clipped_over_ignored", "ignored", staleness),
             ):
                 pairs = [
-                    accuracy[rate, "truncated", staleness, seed] / other
+                    accuracy[rate, "clipped", staleness, seed] / other
                     for seed in SEEDS
-                    if (rate, "truncated", staleness, seed) in accuracy
+                    if (rate, "clipped", staleness, seed) in accuracy
                     and (other := accuracy.get((rate, arm, age, seed)))
                 ]
                 if pairs:

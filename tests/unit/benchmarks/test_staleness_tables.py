@@ -36,24 +36,24 @@ def test_learning_rates_are_never_averaged_together(tables):
 
 
 def test_a_ratio_is_the_median_over_seeds_of_pairs_with_equal_seed(tables):
-    runs = [run("truncated", 8, seed, accuracy) for seed, accuracy in enumerate((0.6, 0.2, 0.9))]
+    runs = [run("clipped", 8, seed, accuracy) for seed, accuracy in enumerate((0.6, 0.2, 0.9))]
     runs += [run("none", 8, seed, accuracy) for seed, accuracy in enumerate((0.3, 0.2, 0.3))]
     found = tables.ratios(runs)
-    assert found == {"truncated_over_none_staleness_8_rate_0.001": pytest.approx(2.0)}  # of 2, 1 and 3
+    assert found == {"clipped_over_none_staleness_8_rate_0.001": pytest.approx(2.0)}  # of 2, 1 and 3
 
 
 def test_what_is_kept_is_measured_against_fresh_samples_of_the_same_learning_rate(tables):
-    runs = [run("truncated", 0, 0, 0.8), run("truncated", 16, 0, 0.6), run("truncated", 0, 0, 0.1, learning_rate=1e-4)]
+    runs = [run("clipped", 0, 0, 0.8), run("clipped", 16, 0, 0.6), run("clipped", 0, 0, 0.1, learning_rate=1e-4)]
     assert tables.ratios(runs) == {"kept_staleness_16_rate_0.001": pytest.approx(0.75)}
 
 
 def test_a_seed_that_lacks_one_side_enters_no_ratio(tables):
-    runs = [run("truncated", 8, 0, 0.6), run("none", 8, 1, 0.3)]
+    runs = [run("clipped", 8, 0, 0.6), run("none", 8, 1, 0.3)]
     assert tables.ratios(runs) == {}
 
 
 def test_a_line_of_the_plot_goes_from_fresh_samples_to_the_oldest(tables):
-    runs = [run("none", 16, 0, 0.3), run("none", 1, 0, 0.6), run("truncated", 0, 0, 0.7), run("truncated", 1, 0, 0.5)]
+    runs = [run("none", 16, 0, 0.3), run("none", 1, 0, 0.6), run("clipped", 0, 0, 0.7), run("clipped", 1, 0, 0.5)]
     runs.append(run("none", 2, 0, 0.1, learning_rate=1e-4))
     line = tables.line_of(tables.summary(runs), learning_rate=1e-3, arm="none")
     assert [(row["staleness"], row["accuracy"]) for row in line] == [(0, 0.7), (1, 0.6), (16, 0.3)]
@@ -61,5 +61,5 @@ def test_a_line_of_the_plot_goes_from_fresh_samples_to_the_oldest(tables):
 
 def test_fresh_samples_are_trained_once_for_all_arms(tables):
     found = tables.settings_of_a_seed()
-    assert [one for one in found if one[0] == 0] == [(0, "truncated")]
-    assert len(found) == len(set(found)) == 1 + 5 * 3
+    assert [one for one in found if one[0] == 0] == [(0, "clipped")]
+    assert len(found) == len(set(found)) == 1 + 5 * 4
