@@ -160,8 +160,8 @@ def policy_loss(batch: TokenBatch, *, settings: LossSettings, denominator: float
     `correction = none` there is no such weight, and the clip acts on policy / behaviour.
 
     With one update per batch policy / proximal is 1 in value, so no clip is active then; the bound on old samples is
-    the correction's cap. Its weight is per token for every surrogate. Where `clipped_is` looks at how far the policy has
-    gone, it looks at what the surrogate clips: the token, or the sequence for GSPO; CISPO takes no token's gradient
+    the correction's cap. Its weight is per token for every surrogate. Where `clipped_is` looks at how far the policy
+    has gone, it looks at what the surrogate clips: the token, or the sequence for GSPO; CISPO takes no token's gradient
     away, so `clipped_is` only truncates there.
 
     Args:

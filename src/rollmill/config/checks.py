@@ -257,8 +257,8 @@ def _no_effect(config: RollmillConfig) -> Iterator[str]:
     for key in ("clip_low", "clip_high"):
         if algorithm.correction != "none" and getattr(algorithm, key) != getattr(default, key):
             yield (
-                f'algorithm.{key} has no effect while algorithm.correction is "{algorithm.correction}": a batch gets one '
-                'update, and before it the ratio that is clipped is 1. With "none" the clip acts on old samples.'
+                f'algorithm.{key} has no effect while algorithm.correction is "{algorithm.correction}": a batch gets '
+                'one update, and before it the ratio that is clipped is 1. With "none" the clip acts on old samples.'
             )
     if algorithm.advantage != "grpo" and algorithm.advantage_eps != default.advantage_eps:
         yield f'algorithm.advantage_eps has no effect with algorithm.advantage "{algorithm.advantage}".'

@@ -232,8 +232,8 @@ class AlgorithmSettings(Section):
     loss: Literal["ppo", "gspo", "dapo", "cispo"] = knob("ppo")
     """Surrogate: token-level PPO clip, sequence-level GSPO, DAPO clip-higher, or CISPO."""
     clip_low: float = knob(0.2, raising="larger steps down", lowering="smaller steps down", gt=0)
-    """Lower clip range: ratios below 1 - clip_low are clipped. Acts with `correction = "none"` only: each batch gets one
-    update, and before it the ratio that a correction leaves to the clip is 1."""
+    """Lower clip range: ratios below 1 - clip_low are clipped. Acts with `correction = "none"` only: each batch gets
+    one update, and before it the ratio that a correction leaves to the clip is 1."""
     clip_high: float = knob(0.2, raising="larger steps up", lowering="smaller steps up", gt=0)
     """Upper clip range: ratios above 1 + clip_high are clipped. Acts with `correction = "none"` only."""
     normalisation: Literal["token", "sequence", "constant"] = knob("token")
