@@ -91,8 +91,9 @@ docs: $(VENV)/.docs ## Build the documentation into site/
 BENCH ?= $(sort $(patsubst benchmarks/%/run.py,%,$(wildcard benchmarks/*/run.py)))
 
 bench: $(VENV)/.bench ## Run all benchmarks in turn (hours); one of them: make bench BENCH=main_job
-	@set -e; for name in $(BENCH); do \
-	  echo "== benchmarks/$$name"; $(BIN)/python benchmarks/$$name/run.py $(ARGS); done
+	@failed=; trap 'exit 130' INT; for name in $(BENCH); do \
+	  echo "== benchmarks/$$name"; $(BIN)/python benchmarks/$$name/run.py $(ARGS) || failed="$$failed $$name"; done; \
+	test -z "$$failed" || { echo "benchmarks that failed:$$failed" >&2; exit 1; }
 
 proto: $(VENV)/.dev ## Generate the code of the gRPC service from its .proto
 	$(BIN)/python -m grpc_tools.protoc -I src --python_out=src --pyi_out=src --grpc_python_out=src \
