@@ -47,6 +47,7 @@ def import_transformers(*, distributed: bool | None = None) -> None:
         with late(OPERATOR_DEFINITIONS):
             for name in ("torch", *OPERATOR_DEFINITIONS):
                 importlib.import_module(name)
+        _let_generators_be_made()
         with on_demand(COMPILER), kept_import_structure():
             if not distributed:
                 _tell_not_distributed()
@@ -131,6 +132,20 @@ def on_demand(package: str) -> Iterator[None]:
     finally:
         if isinstance(module, _OnDemand):
             module.marking = False
+
+
+def _let_generators_be_made() -> None:
+    """Do for `torch.Generator` what `torch._prims` does at its import, without which torch refuses to make one."""
+    import torch
+
+    try:
+        torch.Generator()
+    except RuntimeError:
+        give = getattr(torch._C, "_set_generator_metaclass", None)
+        if give is None:
+            run_late(OPERATOR_DEFINITIONS)
+        else:
+            give(importlib.import_module("torch._opaque_base").OpaqueBaseMeta)
 
 
 def _tell_not_distributed() -> None:

@@ -119,17 +119,20 @@ sizes = dict(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attent
 with no_init_weights():
     model = LlamaForCausalLM(LlamaConfig(**sizes))
 model(torch.arange(4)[None]).logits.sum().backward()
+noise = torch.rand(3, generator=torch.Generator().manual_seed(7))
 print([name for name in heavy if name in sys.modules])
 print(torch.broadcast_shapes((2, 1), (3,)), torch.empty(2, 3, device="meta").to(torch.float64).shape)
 optimizer = torch.optim.AdamW(model.parameters())  # uses the compiler's package
 optimizer.step()
 print("torch._dynamo.symbolic_convert" in sys.modules, torch._dynamo.disable.__module__)
+print(torch.equal(noise, torch.rand(3, generator=torch.Generator().manual_seed(7))))
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines() == [
         "[]",
         "torch.Size([2, 3]) torch.Size([2, 3])",
         "True torch._dynamo.decorators",
+        "True",
     ], done.stdout + done.stderr
 
 
