@@ -179,6 +179,24 @@ async def test_the_version_spans_partition_the_output_across_an_update(subject):
     ]
 
 
+async def test_weights_made_ready_are_served_only_after_their_update(subject):
+    task = await subject.running(request("a", prompt_of(5), max_new_tokens=60))
+    weights = subject.new_weights()
+    await subject.act(subject.engine.stage(weights, policy_version=2))
+    assert (subject.engine.info().policy_version, subject.engine.info().digest) == (1, "digest-1")
+    before = await task
+    assert [span.policy_version for span in before.version_spans] == [1]
+    np.testing.assert_allclose(
+        before.behavior_logprobs, subject.expected(before, SamplingParams(), version=1), atol=1e-4
+    )
+    await subject.engine.pause("keep")
+    report = await subject.engine.update(weights, policy_version=2, digest="digest-2", kv="keep")
+    await subject.engine.resume()
+    assert (report.policy_version, report.changed) == (2, True)
+    after = await subject.engine.generate(request("b", prompt_of(5)))
+    np.testing.assert_allclose(after.behavior_logprobs, subject.expected(after, SamplingParams(), version=2), atol=1e-4)
+
+
 async def test_no_token_is_produced_between_pause_and_resume(subject):
     task = await subject.running(request("a", prompt_of(5), max_new_tokens=60))
     await subject.act(subject.engine.pause("keep"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -93,6 +94,122 @@ async def test_a_failed_load_of_a_dirty_replica_does_not_bring_back_what_was_nev
         await replica.load(3)
     assert replica.standing.state is ReplicaState.DIRTY
     assert engine.load().paused
+
+
+class Stages:
+    """Notes the calls of a load in their order, and makes something happen while weights are made ready."""
+
+    def __init__(self, engine: Any, happening: Any = None, *, capable: bool = True) -> None:
+        self._engine = engine
+        self._happening = happening
+        self._capable = capable
+        self.calls: list[str] = []
+        self.staged: list[tuple[int, Any]] = []
+        self.updated: list[tuple[int, Any]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("pause", "resume"):
+            self.calls.append(name)
+        return getattr(self._engine, name)
+
+    def info(self) -> Any:
+        info = self._engine.info()
+        capabilities = tuple(name for name in info.capabilities if name != "stage" or self._capable)
+        return msgspec.structs.replace(info, capabilities=capabilities)
+
+    async def stage(self, tensors: Any, *, policy_version: int) -> None:
+        self.calls.append("stage")
+        self.staged.append((policy_version, tensors))
+        if self._happening is not None:
+            await self._happening()
+        await self._engine.stage(tensors, policy_version=policy_version)
+
+    async def update(self, tensors: Any, *, policy_version: int, **others: Any) -> Any:
+        self.calls.append("update")
+        self.updated.append((policy_version, tensors))
+        return await self._engine.update(tensors, policy_version=policy_version, **others)
+
+
+async def test_weights_are_made_ready_before_the_pause_and_the_same_are_swapped_in():
+    repository = repository_of(*two_models())
+    engine = Stages(fake_engine(repository))
+    replica = await started(engine, repository)  # type: ignore[arg-type]
+    await replica.load(2)
+    assert engine.calls == ["stage", "pause", "update", "resume"]
+    (staged, made_ready), (updated, swapped_in) = engine.staged[0], engine.updated[0]
+    assert (staged, updated) == (2, 2)
+    assert made_ready is swapped_in
+
+
+@pytest.mark.parametrize(("capable", "stage_weights"), [(False, True), (True, False)])
+async def test_nothing_is_made_ready_by_an_engine_that_cannot_or_where_the_setting_says_no(capable, stage_weights):
+    repository = repository_of(*two_models())
+    engine = Stages(fake_engine(repository), capable=capable)
+    replica = await started(engine, repository, stage_weights=stage_weights)  # type: ignore[arg-type]
+    report = await replica.load(2)
+    assert engine.calls == ["pause", "update", "resume"]
+    assert report.policy_version == 2
+
+
+async def test_a_failure_while_weights_are_made_ready_changes_nothing_and_the_next_version_loads():
+    repository = repository_of(*two_models(), random_model(seed=3))
+    fake = fake_engine(repository, faults=FakeFaults(fail_stages=frozenset({2})))
+    engine = Stages(fake)
+    replica = await started(engine, repository)  # type: ignore[arg-type]
+    with pytest.raises(EngineError, match="told to fail staging policy version 2"):
+        await replica.load(2)
+    assert engine.calls == ["stage"]  # no token was held up
+    assert why_refused(replica) is None
+    assert (fake.info().policy_version, repository.held_versions()) == (1, [1])
+    assert (await replica.load(3)).policy_version == 3
+    assert repository.held_versions() == [3]
+
+
+async def test_a_load_cut_short_while_weights_are_made_ready_leaves_the_old_version_serving():
+    repository = repository_of(*two_models())
+    fake = fake_engine(repository)
+    loading: list[asyncio.Task[Any]] = []
+
+    async def cancel() -> None:
+        loading[0].cancel()
+        await asyncio.sleep(0)
+
+    engine = Stages(fake, cancel)
+    replica = await started(engine, repository)  # type: ignore[arg-type]
+    loading.append(asyncio.ensure_future(replica.load(2)))
+    with pytest.raises(asyncio.CancelledError):
+        await loading[0]
+    assert engine.calls == ["stage"]
+    assert why_refused(replica) is None
+    assert (fake.info().policy_version, repository.held_versions()) == (1, [1])
+    replica.engine = fake
+    assert (await replica.load(2)).changed
+
+
+async def test_an_engine_that_dies_while_weights_are_made_ready_is_dead():
+    repository = repository_of(*two_models())
+    fake = fake_engine(repository)
+
+    async def die() -> None:
+        fake.kill(RuntimeError("pulled the plug"))
+
+    replica = await started(Stages(fake, die), repository)  # type: ignore[arg-type]
+    with pytest.raises(EngineDead, match="pulled the plug"):
+        await replica.load(2)
+    assert replica.standing.state is ReplicaState.DEAD
+
+
+async def test_a_replica_told_to_drain_while_weights_are_made_ready_drains_and_never_serves_again():
+    repository = repository_of(*two_models())
+    fake = fake_engine(repository)
+
+    async def drain() -> None:
+        replica.standing = move(replica.standing, ReplicaState.DRAINING, reason="asked to drain")
+
+    replica = await started(Stages(fake, drain), repository)  # type: ignore[arg-type]
+    await replica.load(2)
+    assert replica.standing.state is ReplicaState.DRAINING
+    assert not fake.load().paused
 
 
 async def test_damaged_tensors_are_found_before_anything_stops():
