@@ -91,6 +91,24 @@ def test_the_main_job_loses_each_of_its_processes_and_goes_on(tmp_path: Path) ->
     assert processes_of(run) == []
 
 
+def test_a_lost_trainer_is_started_before_the_books_have_gone_back(tmp_path: Path) -> None:
+    process, run = start(tmp_path, *ALL_RESTART, steps=8)
+    wait_for_steps(run, 3, process)
+    controller = the(run, "controller")
+    assert controller is not None
+    controller.suspend()
+    killed = kill(run, "trainer")
+    wait_for_another(run, "trainer", than=killed, process=process)
+    # Lost once more while it waits: that is a loss of the incarnation that it waited for.
+    wait_for_another(run, "trainer", than=kill(run, "trainer"), process=process)
+    controller.resume()
+    summary = result(process)
+    assert summary["steps"] == 8
+    assert summary["rollouts"]["trained"] == 8 * 2 * 4
+    assert [loss["incarnation"] for loss in losses(run)] == [1, 2]
+    assert summary["incarnations"] == 3
+
+
 def test_three_losses_at_once_are_one_resume_of_everything(tmp_path: Path) -> None:
     process, run = start(tmp_path, *ALL_RESTART, steps=8)
     wait_for_steps(run, 3, process)

@@ -15,7 +15,7 @@ import psutil
 from rollmill.clock import Clock
 from rollmill.runtime.incarnation import Life
 from rollmill.runtime.layout import ProcessLayout
-from rollmill.runtime.process import LIFE_VARIABLE, PARENT_VARIABLE, SPAWNED_VARIABLE
+from rollmill.runtime.process import INCARNATION_VARIABLE, LIFE_VARIABLE, PARENT_VARIABLE, SPAWNED_VARIABLE
 from rollmill.runtime.threads import process_environment
 
 
@@ -103,11 +103,16 @@ def spawn(
     deterministic: bool,
     now_s: float,
 ) -> Child:
-    """Start a process of the run."""
+    """Start a process of the run.
+
+    Args:
+        incarnation: the one it is to serve.
+    """
     environment = process_environment(threads=threads, deterministic=deterministic)
     environment[PARENT_VARIABLE] = str(os.getpid())
     environment[SPAWNED_VARIABLE] = repr(now_s)
     environment[LIFE_VARIABLE] = life
+    environment[INCARNATION_VARIABLE] = str(incarnation)
     with layout.log(name).open("ab") as log:
         process = subprocess.Popen(
             command_of(name, layout.run_directory),

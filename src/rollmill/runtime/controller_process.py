@@ -147,7 +147,7 @@ class _Run:
         return not lost
 
     async def _go_back(self) -> None:
-        """Reconcile everything to the newest checkpoint, from which the supervisor starts the trainer again."""
+        """Reconcile everything to the newest checkpoint; the trainer that was started meanwhile waits for that."""
         self.reporter.event("trainer_lost", incarnation=self.context.incarnation.number)
         self.context.incarnation = incarnation = await asyncio.to_thread(
             next_incarnation, self.layout, replicas_live=True
@@ -159,8 +159,9 @@ class _Run:
             checkpoint=incarnation.checkpoint,
             abandoned_versions=list(incarnation.abandoned_versions),
         )
-        self.reporter.say(f"went back to optimizer step {incarnation.optimizer_step}; the trainer is started again")
-        ring(self.layout.run_directory, SUPERVISOR)
+        self.reporter.say(f"went back to optimizer step {incarnation.optimizer_step}; the trainer goes on from there")
+        for name in (SUPERVISOR, TRAINER):
+            ring(self.layout.run_directory, name)
 
     def _check_trainer(self) -> None:
         """Raise if the trainer of this incarnation is lost and shall be restarted.

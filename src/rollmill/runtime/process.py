@@ -31,6 +31,7 @@ PR_SET_PDEATHSIG = 1
 PARENT_VARIABLE = "ROLLMILL_PARENT_PID"
 SPAWNED_VARIABLE = "ROLLMILL_SPAWNED_AT_S"
 LIFE_VARIABLE = "ROLLMILL_LIFE"
+INCARNATION_VARIABLE = "ROLLMILL_INCARNATION"
 
 
 class ProcessContext:
@@ -38,6 +39,7 @@ class ProcessContext:
 
     Attributes:
         life: names this start of the process among all its starts.
+        spawned_for: number of the incarnation it is to serve; a trainer that is started again is there before it.
     """
 
     def __init__(self, name: str, run_directory: Path) -> None:
@@ -48,6 +50,7 @@ class ProcessContext:
         self.life = os.environ.get(LIFE_VARIABLE) or life_of(
             name, incarnation=self.incarnation.number, losses=read_losses(self.layout.losses)
         )
+        self.spawned_for = int(os.environ.get(INCARNATION_VARIABLE, self.incarnation.number))
         # CLOCK_MONOTONIC is one for all processes, so the ledger can begin when the parent spawned this process.
         self.spawned_at_s = float(os.environ.get(SPAWNED_VARIABLE, time.monotonic()))
 

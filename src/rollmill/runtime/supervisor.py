@@ -101,6 +101,7 @@ class Supervisor:
         self._seen_row = self._reached_step = 0
         self._due_s: dict[str, float] = {}
         self._awaited_until_s: dict[str, float] = {}
+        self._trainer_serves = incarnation.number
         self._reconciled_by_s: float | None = None
         self._selector = selectors.DefaultSelector()
         self._signals = 0
@@ -149,6 +150,7 @@ class Supervisor:
         self._doorbell.drain()
         if self._phase is Phase.PREFLIGHT and self._layout.preflight.exists():
             self._phase = Phase.RUNNING
+        self._look_for_reconciliation()
         self._start_due()
 
     def _on_signal(self) -> None:
@@ -184,6 +186,7 @@ class Supervisor:
             if now_s - self._started_s > PREFLIGHT_DEADLINE_S:
                 self._give_up(f"the preflight took longer than {PREFLIGHT_DEADLINE_S:.0f} s; see {self._layout.logs}.")
         if self._phase is Phase.RUNNING:
+            self._look_for_reconciliation()
             self._start_due()
             self._look_for_replicas()
         if self._kill_at_s is not None and now_s >= self._kill_at_s:
@@ -236,7 +239,8 @@ class Supervisor:
             process=child.name,
             life=child.life,
             pid=child.pid,
-            incarnation=self._incarnation.number,
+            # A trainer that is lost before its incarnation has begun is lost in that one.
+            incarnation=self._trainer_serves if child.name == TRAINER else self._incarnation.number,
             at_wall_s=now_wall_s,
             exit_status=status,
             cause=cause,
@@ -256,6 +260,7 @@ class Supervisor:
         elif action is Action.RESTART:
             self._due_s[child.name] = now_s + pause_s
             if child.name == TRAINER:
+                self._trainer_serves += 1
                 self._reconciled_by_s = now_s + RECONCILE_DEADLINE_S
         elif action is Action.WAIT:
             self._awaited_until_s[child.name] = now_s + run.replica_deadline_s
@@ -285,27 +290,26 @@ class Supervisor:
         write_failure(self._layout.failure, self._failure)
 
     def _start_due(self) -> None:
-        """Start again what is due; the trainer once the controller has gone back to the newest checkpoint."""
+        """Start again what is due; a trainer imports while the controller goes back to the newest checkpoint."""
         now_s = self._clock.now_s()
         for name in [name for name, due_s in self._due_s.items() if due_s <= now_s]:
             if self._phase is not Phase.RUNNING:
                 return
-            if name == TRAINER and not self._is_reconciled(now_s):
-                continue
             del self._due_s[name]
             self._spawn(name)
 
-    def _is_reconciled(self, now_s: float) -> bool:
+    def _look_for_reconciliation(self) -> None:
+        """Take note of the incarnation that a lost trainer waits for; give up where it does not come."""
+        if self._reconciled_by_s is None:
+            return
         newest = read_run_record(self._layout.incarnation, Incarnation)
-        if newest.number > self._incarnation.number:
-            self._incarnation = newest
-            return True
-        if self._reconciled_by_s is not None and now_s > self._reconciled_by_s:
+        if newest.number >= self._trainer_serves:
+            self._incarnation, self._reconciled_by_s = newest, None
+        elif self._clock.now_s() > self._reconciled_by_s:
             self._give_up(
                 f"the controller did not go back to the newest checkpoint within {RECONCILE_DEADLINE_S:.0f} s of the "
-                f"trainer's loss, so the trainer could not be started again; see {self._layout.log(CONTROLLER)}."
+                f"trainer's loss, and the trainer waits for that; see {self._layout.log(CONTROLLER)}."
             )
-        return False
 
     def _look_for_replicas(self) -> None:
         """Take in replicas that somebody else started; give up where nobody did in time."""
@@ -365,11 +369,12 @@ class Supervisor:
             self._spawn(replica_name(index))
 
     def _spawn(self, name: str) -> None:
+        incarnation = self._trainer_serves if name == TRAINER else self._incarnation.number
         child = spawn(
             name,
             layout=self._layout,
-            life=self._next_life(name),
-            incarnation=self._incarnation.number,
+            life=life_of(name, incarnation=incarnation, losses=read_losses(self._layout.losses)),
+            incarnation=incarnation,
             threads=self._threads(name),
             deterministic=self._config.run.deterministic,
             now_s=self._clock.now_s(),

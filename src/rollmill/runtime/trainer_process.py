@@ -18,7 +18,7 @@ from rollmill.runtime.incarnation import Preflight, ProcessSeconds, write_record
 from rollmill.runtime.layout import CONTROLLER, replica_name
 from rollmill.runtime.process import ProcessContext
 from rollmill.runtime.threads import make_torch_deterministic
-from rollmill.runtime.waiting import wait_for_preflight
+from rollmill.runtime.waiting import wait_for_incarnation, wait_for_preflight
 from rollmill.weights.checkpoint import Checkpoint, model_files, read_checkpoint, write_checkpoint
 from rollmill.weights.lean_import import import_transformers, without_collection
 from rollmill.weights.repository import LocalModelRepository
@@ -47,6 +47,7 @@ def run_trainer(context: ProcessContext) -> None:
     keep_freed_memory()
     with Doorbell.bind(layout.run_directory, context.name) as bell:
         preflight = wait_for_preflight(layout, wait=bell.wait, clock=clock)
+        context.incarnation = wait_for_incarnation(layout, context.spawned_for, wait=bell.wait, clock=clock)
         trainer, checkpoint = _load(context, preflight)
         stop = _StopFlag()
         store = SqliteStore(layout.store)

@@ -6,11 +6,14 @@ from collections.abc import Callable
 
 from rollmill.clock import Clock
 from rollmill.errors import DeadlineExceeded
-from rollmill.runtime.incarnation import Preflight, read_record
+from rollmill.runtime.incarnation import Incarnation, Preflight, read_record
 from rollmill.runtime.layout import ProcessLayout
 
 PREFLIGHT_WAIT_S = 960.0
 """Longer than the supervisor's deadline for the preflight, which says what is wrong."""
+
+INCARNATION_WAIT_S = 330.0
+"""Longer than the supervisor's deadline for the reconciliation."""
 
 
 def wait_for_preflight(layout: ProcessLayout, *, wait: Callable[[float], bool], clock: Clock) -> Preflight:
@@ -24,6 +27,31 @@ def wait_for_preflight(layout: ProcessLayout, *, wait: Callable[[float], bool], 
     """
     wait_until(layout.preflight.exists, wait=wait, clock=clock, deadline_s=PREFLIGHT_WAIT_S, what="the preflight")
     return read_record(layout.preflight, Preflight)
+
+
+def wait_for_incarnation(
+    layout: ProcessLayout, number: int, *, wait: Callable[[float], bool], clock: Clock
+) -> Incarnation:
+    """Return the record of this incarnation, or of a later one, once the books have gone back to where it begins.
+
+    Args:
+        wait: of a doorbell that was bound before this call.
+
+    Raises:
+        DeadlineExceeded: after INCARNATION_WAIT_S.
+    """
+
+    def begun() -> bool:
+        return read_record(layout.incarnation, Incarnation).number >= number
+
+    wait_until(
+        begun,
+        wait=wait,
+        clock=clock,
+        deadline_s=INCARNATION_WAIT_S,
+        what="the controller to go back to the newest checkpoint",
+    )
+    return read_record(layout.incarnation, Incarnation)
 
 
 def wait_until(
