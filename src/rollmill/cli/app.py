@@ -1,28 +1,39 @@
-"""The command tree. Each command is thin: it parses, calls, prints."""
+"""The command tree. Each command is thin: it parses, calls, prints; its module is imported when it is asked for."""
 
 from __future__ import annotations
+
+import importlib
 
 import click
 
 from rollmill import __version__
-from rollmill.cli.config_commands import config_group
-from rollmill.cli.evaluate import evaluate_command
-from rollmill.cli.model_commands import model_group
-from rollmill.cli.summary import summary_command
-from rollmill.cli.train import train_command
+
+_COMMANDS = {
+    "config": "rollmill.cli.config_commands:config_group",
+    "eval": "rollmill.cli.evaluate:evaluate_command",
+    "model": "rollmill.cli.model_commands:model_group",
+    "summary": "rollmill.cli.summary:summary_command",
+    "train": "rollmill.cli.train:train_command",
+}
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+class _Commands(click.Group):
+    """Commands by name, imported late."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return sorted(_COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in _COMMANDS:
+            return None
+        module, _, name = _COMMANDS[cmd_name].partition(":")
+        return getattr(importlib.import_module(module), name)
+
+
+@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="rollmill")
 def cli() -> None:
     """Asynchronous reinforcement learning for language models that keeps the trainer fed."""
-
-
-cli.add_command(train_command)
-cli.add_command(evaluate_command)
-cli.add_command(model_group)
-cli.add_command(config_group)
-cli.add_command(summary_command)
 
 
 def main() -> None:

@@ -21,6 +21,8 @@ from rollmill.weights.protocol import ModelRepository
 if TYPE_CHECKING:
     import torch
 
+    from rollmill.generator.engines.embedded.model import ServedModel
+
 EngineKind = Literal["embedded", "fake"]
 
 
@@ -37,6 +39,7 @@ def build_engine(
     policy_version: int,
     digest: str,
     clock: Clock,
+    model: ServedModel | None = None,
 ) -> Engine:
     """Return an engine that serves these weights.
 
@@ -52,6 +55,7 @@ def build_engine(
         policy_version: their publication number.
         digest: their digest.
         clock: stamps, deadlines and the seconds ledger.
+        model: of `embedded`, if it was made before and holds these weights.
 
     Raises:
         ModelError: if the architecture cannot be served.
@@ -82,6 +86,7 @@ def build_engine(
         max_slots=max_slots,
         max_model_len=max_model_len,
         clock=clock,
+        model=model,
     )
 
 

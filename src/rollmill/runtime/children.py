@@ -13,21 +13,23 @@ from pathlib import Path
 import psutil
 
 from rollmill.clock import Clock
+from rollmill.runtime.handles import Handle
 from rollmill.runtime.incarnation import Life
 from rollmill.runtime.layout import ProcessLayout
+from rollmill.runtime.nursery import Birth
 from rollmill.runtime.process import INCARNATION_VARIABLE, LIFE_VARIABLE, PARENT_VARIABLE, SPAWNED_VARIABLE
 from rollmill.runtime.threads import process_environment
 
 
 class Child:
-    """A process of the run; `popen` is `None` if somebody else started it."""
+    """A process of the run; `handle` is `None` if somebody else started it."""
 
     def __init__(
         self,
         name: str,
         *,
         pid: int,
-        popen: subprocess.Popen[bytes] | None,
+        handle: Handle | None,
         life: str,
         incarnation: int,
         spawned_at_s: float,
@@ -39,7 +41,7 @@ class Child:
         self.pidfd = os.pidfd_open(pid)
         self.spawned_at_s = spawned_at_s
         self.wall_s: float | None = None
-        self._popen = popen
+        self._handle = handle
 
     @property
     def runs(self) -> bool:
@@ -50,8 +52,8 @@ class Child:
         """Send a signal if the process still runs."""
         if not self.runs:
             return
-        if self._popen is not None:
-            self._popen.send_signal(number)
+        if self._handle is not None:
+            self._handle.send_signal(number)
             return
         try:
             signal.pidfd_send_signal(self.pidfd, number)
@@ -61,23 +63,23 @@ class Child:
 
     def is_alive(self) -> bool:
         """Return whether it has not ended yet, seen or not."""
-        return self.runs and (self._popen is None or self._popen.poll() is None)
+        return self.runs and (self._handle is None or self._handle.poll() is None)
 
     def end(self, *, grace_s: float, clock: Clock) -> None:
         """Tell it to stop, kill it if it does not, note its end; blocks for at most `grace_s` and the kernel's time."""
         if not self.runs:
             return
         self.send(signal.SIGTERM)
-        if self._popen is not None:
+        if self._handle is not None:
             try:
-                self._popen.wait(grace_s)
+                self._handle.wait(grace_s)
             except subprocess.TimeoutExpired:
                 self.send(signal.SIGKILL)
         self.reap(now_s=clock.now_s())
 
     def reap(self, *, now_s: float) -> int | None:
         """Note the end of the process; return its status, `None` if only its parent can know."""
-        status = None if self._popen is None else self._popen.wait()
+        status = None if self._handle is None else self._handle.wait()
         os.close(self.pidfd)
         self.wall_s = now_s - self.spawned_at_s
         return status
@@ -108,11 +110,10 @@ def spawn(
     Args:
         incarnation: the one it is to serve.
     """
-    environment = process_environment(threads=threads, deterministic=deterministic)
-    environment[PARENT_VARIABLE] = str(os.getpid())
-    environment[SPAWNED_VARIABLE] = repr(now_s)
-    environment[LIFE_VARIABLE] = life
-    environment[INCARNATION_VARIABLE] = str(incarnation)
+    environment = {
+        **process_environment(threads=threads, deterministic=deterministic),
+        **own_variables(life=life, incarnation=incarnation, now_s=now_s),
+    }
     with layout.log(name).open("ab") as log:
         process = subprocess.Popen(
             command_of(name, layout.run_directory),
@@ -123,7 +124,32 @@ def spawn(
             # A session of its own, so that a terminal's Ctrl-C reaches the supervisor alone.
             start_new_session=True,
         )
-    return Child(name, pid=process.pid, popen=process, life=life, incarnation=incarnation, spawned_at_s=now_s)
+    return Child(name, pid=process.pid, handle=process, life=life, incarnation=incarnation, spawned_at_s=now_s)
+
+
+def birth_of(name: str, *, layout: ProcessLayout, life: str, incarnation: int, threads: int, now_s: float) -> Birth:
+    """Return what the nursery needs to fork a process of the run that is as one that was spawned."""
+    return Birth(
+        name=name,
+        command=command_of(name, layout.run_directory),
+        arguments=[name, str(layout.run_directory)],
+        environment={
+            **process_environment(threads=threads, base={}),
+            **own_variables(life=life, incarnation=incarnation, now_s=now_s),
+        },
+        log=str(layout.log(name)),
+        threads=threads,
+    )
+
+
+def own_variables(*, life: str, incarnation: int, now_s: float) -> dict[str, str]:
+    """Return the variables that tell a process about its start."""
+    return {
+        PARENT_VARIABLE: str(os.getpid()),
+        SPAWNED_VARIABLE: repr(now_s),
+        LIFE_VARIABLE: life,
+        INCARNATION_VARIABLE: str(incarnation),
+    }
 
 
 def command_of(name: str, run_directory: Path) -> list[str]:
@@ -138,7 +164,7 @@ def adopt(name: str, *, layout: ProcessLayout, life: str, incarnation: int, now_
         return None
     try:
         started_s = now_s - max(0.0, time.time() - psutil.Process(pid).create_time())
-        return Child(name, pid=pid, popen=None, life=life, incarnation=incarnation, spawned_at_s=started_s)
+        return Child(name, pid=pid, handle=None, life=life, incarnation=incarnation, spawned_at_s=started_s)
     except (ProcessLookupError, psutil.NoSuchProcess):
         return None
 

@@ -14,7 +14,7 @@ import msgspec
 from rollmill.buffer.doorbell import Doorbell, ring
 from rollmill.clock import SystemClock
 from rollmill.errors import RunDirectoryError, WeightError
-from rollmill.runtime.incarnation import Evaluating, Incarnation, ProcessSeconds, read_record, write_record
+from rollmill.runtime.incarnation import Evaluating, Incarnation, Preflight, ProcessSeconds, read_record, write_record
 from rollmill.runtime.layout import CONTROLLER, EVALUATOR
 from rollmill.runtime.process import ProcessContext
 from rollmill.runtime.threads import make_torch_deterministic
@@ -26,6 +26,8 @@ from rollmill.weights.repository import LocalModelRepository
 if TYPE_CHECKING:
     import torch
 
+    from rollmill.generator.early import EarlyModel
+    from rollmill.generator.engines.embedded.model import ServedModel
     from rollmill.generator.engines.protocol import Engine
 
 FIRST_WEIGHTS_DEADLINE_S = 300.0
@@ -54,7 +56,10 @@ def run_generator(context: ProcessContext) -> None:
     repository = LocalModelRepository(
         layout.weights, transport=config.weights.transport, keep_versions=config.weights.keep_versions
     )
-    manifest, tensors = _load_newest(context, repository, clock=clock)
+    early = _load_early(context, preflight, repository)
+    manifest, tensors, model = _load_newest(context, repository, early=early, clock=clock)
+    # What it read early is in the engine, or worth nothing.
+    del early
     engine = build_engine(
         preflight.model_path,
         kind=config.generator.engine,
@@ -67,9 +72,10 @@ def run_generator(context: ProcessContext) -> None:
         policy_version=manifest.policy_version,
         digest=manifest.digest,
         clock=clock,
+        model=model,
     )
     # The engine has its copy; the mapping would keep the first version's memory for the whole run.
-    del tensors
+    del tensors, model
     # The engine's own ledger began while it was built.
     engine_started_s = clock.now_s() - engine.load().wall_s
 
@@ -124,21 +130,40 @@ def _book(context: ProcessContext, engine: Engine, *, engine_started_s: float) -
     )
 
 
+def _load_early(context: ProcessContext, preflight: Preflight, repository: LocalModelRepository) -> EarlyModel | None:
+    """Return the model that a new run begins with, read while the trainer reads and publishes it too."""
+    from rollmill.generator.early import load_early
+
+    generator, layout = context.config.generator, context.layout
+    begins = context.incarnation.checkpoint is None and repository.latest() is None
+    if generator.engine != "embedded" or not begins or layout.asked_version(context.name).exists():
+        return None
+    return load_early(preflight.model_path, dtype=generator.dtype, kernels=generator.kernels, threads=generator.threads)
+
+
 def _load_newest(
-    context: ProcessContext, repository: LocalModelRepository, *, clock: SystemClock
-) -> tuple[WeightManifest, dict[str, torch.Tensor]]:
-    """Return the newest weights, or those that an evaluation under way asks for, where they can still be had."""
+    context: ProcessContext, repository: LocalModelRepository, *, early: EarlyModel | None, clock: SystemClock
+) -> tuple[WeightManifest, dict[str, torch.Tensor], ServedModel | None]:
+    """Return the newest weights, or those that an evaluation under way asks for, where they can still be had.
+
+    Args:
+        early: what was read before anything was published; returned instead of tensors if it was just that.
+    """
     newest = _first_weights(context, repository, clock=clock)
+    if early is not None and early.is_what_was_published(newest):
+        with contextlib.suppress(WeightError):  # retired by now
+            _hold(repository, newest.policy_version)
+            return newest, {}, early.model
     file = context.layout.asked_version(context.name)
     if file.exists():
         with contextlib.suppress(WeightError, RunDirectoryError):
             asked = read_record(file, Evaluating).policy_version
-            return repository.manifest(asked), _held_and_loaded(repository, asked)
+            return repository.manifest(asked), _held_and_loaded(repository, asked), None
     while True:
         manifest = newest
         version = manifest.policy_version
         try:
-            return manifest, _held_and_loaded(repository, version)
+            return manifest, _held_and_loaded(repository, version), None
         except WeightError:
             # It was retired meanwhile: there is a newer one.
             newest = _first_weights(context, repository, clock=clock)
@@ -148,9 +173,13 @@ def _load_newest(
 
 def _held_and_loaded(repository: LocalModelRepository, version: int) -> dict[str, torch.Tensor]:
     """Return weights, held before they are read so that the trainer does not retire them meanwhile."""
+    _hold(repository, version)
+    return repository.load(version)
+
+
+def _hold(repository: LocalModelRepository, version: int) -> None:
     # Under the name by which the service holds what it serves.
     repository.hold(version, owner=f"generator-{os.getpid()}")
-    return repository.load(version)
 
 
 def _first_weights(context: ProcessContext, repository: LocalModelRepository, *, clock: SystemClock) -> WeightManifest:

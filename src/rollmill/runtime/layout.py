@@ -8,6 +8,7 @@ CONTROLLER = "controller"
 TRAINER = "trainer"
 SUPERVISOR = "supervisor"
 EVALUATOR = "evaluator"
+NURSERY = "nursery"
 
 
 def replica_name(index: int) -> str:

@@ -9,7 +9,6 @@ run's supervisor all the same.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import select
 import signal
@@ -25,10 +24,9 @@ from rollmill.runtime.failure import record_of_error, write_record
 from rollmill.runtime.incarnation import Incarnation, read_record
 from rollmill.runtime.layout import CONTROLLER, EVALUATOR, TRAINER, ProcessLayout
 from rollmill.runtime.losses import life_of, read_losses
+from rollmill.runtime.parent import PARENT_VARIABLE, die_with_parent
 from rollmill.runtime.threads import lower_priority
 
-PR_SET_PDEATHSIG = 1
-PARENT_VARIABLE = "ROLLMILL_PARENT_PID"
 SPAWNED_VARIABLE = "ROLLMILL_SPAWNED_AT_S"
 LIFE_VARIABLE = "ROLLMILL_LIFE"
 INCARNATION_VARIABLE = "ROLLMILL_INCARNATION"
@@ -53,16 +51,6 @@ class ProcessContext:
         self.spawned_for = int(os.environ.get(INCARNATION_VARIABLE, self.incarnation.number))
         # CLOCK_MONOTONIC is one for all processes, so the ledger can begin when the parent spawned this process.
         self.spawned_at_s = float(os.environ.get(SPAWNED_VARIABLE, time.monotonic()))
-
-
-def die_with_parent() -> None:
-    """Have the kernel kill this process when its parent dies, so that a killed supervisor leaves nothing behind."""
-    if not sys.platform.startswith("linux"):
-        return
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    parent = os.environ.get(PARENT_VARIABLE)
-    if parent is not None and os.getppid() != int(parent):
-        os._exit(1)
 
 
 def die_with_run(name: str, layout: ProcessLayout) -> None:

@@ -5,6 +5,7 @@ Holds no torch and makes no scheduling decision. `rollmill.runtime.losses` says 
 
     Waits for                        Woken by           Gives up after
     preflight of the controller      doorbell           PREFLIGHT_DEADLINE_S
+    the processes of the nursery     its socket         NURSERY_DEADLINE_S, then starts them itself
     death of any process             pidfd              -
     a pause before a restart         its tick           losses.LONGEST_PAUSE_S
     the controller's reconciliation  doorbell, its tick RECONCILE_DEADLINE_S (restart of the trainer)
@@ -16,6 +17,7 @@ Holds no torch and makes no scheduling decision. `rollmill.runtime.losses` says 
 
 from __future__ import annotations
 
+import contextlib
 import resource
 import selectors
 import shlex
@@ -32,12 +34,12 @@ from rollmill.buffer.sqlite import SqliteStore
 from rollmill.clock import SystemClock
 from rollmill.config.schema import RollmillConfig
 from rollmill.errors import RollmillError
-from rollmill.runtime.children import Child, adopt, command_of, serving_pid, spawn
+from rollmill.runtime.children import Child, adopt, birth_of, command_of, serving_pid, spawn
 from rollmill.runtime.failure import FailureRecord, earliest, read_record, record_of_exit
 from rollmill.runtime.failure import write_record as write_failure
 from rollmill.runtime.incarnation import Incarnation, Segment, write_record
 from rollmill.runtime.incarnation import read_record as read_run_record
-from rollmill.runtime.layout import CONTROLLER, SUPERVISOR, TRAINER, ProcessLayout, replica_name
+from rollmill.runtime.layout import CONTROLLER, NURSERY, SUPERVISOR, TRAINER, ProcessLayout, replica_name
 from rollmill.runtime.losses import (
     LOSSES,
     Action,
@@ -53,6 +55,8 @@ from rollmill.runtime.losses import (
     policy_of,
     read_losses,
 )
+from rollmill.runtime.nursery import NURSERY_DEADLINE_S, Birth, Nursery
+from rollmill.runtime.process import LIFE_VARIABLE, SPAWNED_VARIABLE
 from rollmill.telemetry.memory import memory_of, tree_of
 from rollmill.weights.repository import LocalModelRepository
 from rollmill.weights.transport import sweep_shared_memory
@@ -78,7 +82,12 @@ class RunEnd(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Supervisor:
-    """Runs the processes of a run to their end."""
+    """Runs the processes of a run to their end.
+
+    Args:
+        refresh_view: called a few times a second.
+        nursery: forks trainer and replicas at the start; without one they are started each for itself.
+    """
 
     def __init__(
         self,
@@ -87,12 +96,15 @@ class Supervisor:
         layout: ProcessLayout,
         incarnation: Incarnation,
         refresh_view: Callable[[], None],
+        nursery: Nursery | None = None,
     ) -> None:
         self._config = config
         self._layout = layout
         self._incarnation = incarnation
         self._segment_number = incarnation.number
         self._refresh_view = refresh_view
+        self._nursery = nursery
+        self._unborn: dict[str, Birth] = {}
         self._clock = SystemClock()
         self._phase = Phase.PREFLIGHT
         self._children: dict[str, Child] = {}
@@ -124,7 +136,7 @@ class Supervisor:
             self._selector.register(signals.fileno(), selectors.EVENT_READ, signals.drain)
             self._spawn_all()
             try:
-                while self._somebody_runs() or (self._phase is Phase.RUNNING and self._due_s):
+                while self._somebody_runs() or self._unborn or (self._phase is Phase.RUNNING and self._due_s):
                     for key, _ in self._selector.select(timeout=0.25):
                         key.data()
                     self._periodic()
@@ -185,6 +197,8 @@ class Supervisor:
             self._on_bell()
             if now_s - self._started_s > PREFLIGHT_DEADLINE_S:
                 self._give_up(f"the preflight took longer than {PREFLIGHT_DEADLINE_S:.0f} s; see {self._layout.logs}.")
+        if self._unborn:
+            self._on_nursery()
         if self._phase is Phase.RUNNING:
             self._look_for_reconciliation()
             self._start_due()
@@ -364,9 +378,66 @@ class Supervisor:
     def _spawn_all(self) -> None:
         """Start everything at once: trainer and replicas import meanwhile, and wait for the preflight themselves."""
         self._spawn(CONTROLLER)
-        self._spawn(TRAINER)
-        for index in range(self._config.generator.replicas):
-            self._spawn(replica_name(index))
+        names = [TRAINER, *(replica_name(index) for index in range(self._config.generator.replicas))]
+        # What makes two runs equal to the bit must be set before the interpreter starts, and it did without.
+        if self._nursery is None or self._config.run.deterministic:
+            self._end_nursery()
+            for name in names:
+                self._spawn(name)
+            return
+        now_s = self._clock.now_s()
+        self._unborn = {name: self._birth(name, now_s=now_s) for name in names}
+        self._selector.register(self._nursery, selectors.EVENT_READ, self._on_nursery)
+        self._nursery.ask(list(self._unborn.values()))
+
+    def _birth(self, name: str, *, now_s: float) -> Birth:
+        return birth_of(
+            name,
+            layout=self._layout,
+            life=self._next_life(name),
+            incarnation=self._incarnation.number,
+            threads=self._threads(name),
+            now_s=now_s,
+        )
+
+    def _on_nursery(self) -> None:
+        """Take what the nursery forked; start the rest, if it failed or takes too long, each for itself."""
+        if self._nursery is None:
+            return
+        late = self._clock.now_s() - self._started_s > NURSERY_DEADLINE_S
+        born = self._nursery.born()
+        if born is None and not late:
+            return
+        unborn, self._unborn = self._unborn, {}
+        for name, handle in (born or {}).items():
+            birth = unborn.pop(name)
+            self._take_in(
+                Child(
+                    name,
+                    pid=handle.pid,
+                    handle=handle,
+                    life=birth.environment[LIFE_VARIABLE],
+                    incarnation=self._incarnation.number,
+                    spawned_at_s=float(birth.environment[SPAWNED_VARIABLE]),
+                )
+            )
+        if unborn:
+            why = f"took longer than {NURSERY_DEADLINE_S:.0f} s" if late else "failed"
+            self._layout.log(NURSERY).write_text(
+                f"the nursery {why}; {', '.join(unborn)} are started without it.\n{self._nursery.output()}"
+            )
+        self._end_nursery(grace_s=0.0 if unborn else 1.0)
+        for name in unborn:
+            self._spawn(name)
+
+    def _end_nursery(self, *, grace_s: float = 0.0) -> None:
+        self._unborn = {}
+        if self._nursery is None:
+            return
+        with contextlib.suppress(KeyError):  # it was never asked
+            self._selector.unregister(self._nursery)
+        self._nursery.close(grace_s=grace_s)
+        self._nursery = None
 
     def _spawn(self, name: str) -> None:
         incarnation = self._trainer_serves if name == TRAINER else self._incarnation.number
@@ -394,6 +465,7 @@ class Supervisor:
         return self._config.trainer.threads if name == TRAINER else self._config.generator.threads
 
     def _signal_all(self, number: signal.Signals) -> None:
+        self._end_nursery()
         for child in self._children.values():
             child.send(number)
 

@@ -76,6 +76,7 @@ class EmbeddedEngine:
         kernels: whether compiled kernels multiply with the weights: `auto`, `native` or `torch`.
         before_step: called on the worker thread before each step; an exception from it kills the engine. For fault
             injection and for tests that hold the engine between two steps.
+        model: made from these arguments before, and holding these weights; made here if `None`.
 
     Raises:
         ModelError: if the architecture cannot be served.
@@ -96,9 +97,11 @@ class EmbeddedEngine:
         prefill_tokens: int = 512,
         kernels: KernelChoice = "auto",
         before_step: Callable[[], None] | None = None,
+        model: ServedModel | None = None,
     ) -> None:
         self._clock = clock
-        model = ServedModel(path, dtype=getattr(torch, dtype), tensors=tensors, kernels=kernels)
+        if model is None:
+            model = ServedModel(path, dtype=getattr(torch, dtype), tensors=tensors, kernels=kernels)
         # Building the engine is its process's start-up; the engine's own seconds begin when it is made.
         self._meter = SecondsMeter(clock, cause="startup")
         self._core = EngineCore(
