@@ -475,9 +475,13 @@ class CrashWorld:
         self.starts += 1
         self._open()
 
+    def checkpoints(self) -> list[Path]:
+        """Return the checkpoints that are visible, oldest first."""
+        return sorted(self.layout.checkpoints.glob("step-??????"))
+
     def rot(self) -> bool:
         """Flip a bit in the newest checkpoint, if another one verifies; return whether it was done."""
-        found = sorted(self.layout.checkpoints.glob("step-??????"))
+        found = self.checkpoints()
         if len(found) < 2:
             return False
         file = found[-1] / "model.safetensors"

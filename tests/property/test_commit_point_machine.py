@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from property.crash_world import CrashWorld, Killed
 from rollmill.runtime.fold import fold, unheard_steps
@@ -18,10 +20,10 @@ def survive(world: CrashWorld) -> None:
     world.check_resumed()
 
 
-def play(world: CrashWorld, *, limit: int = 400) -> None:
-    """Let a run that nobody kills come to its end."""
+def play(world: CrashWorld, *, limit: int = 400, until: Callable[[], bool] = lambda: False) -> None:
+    """Let a run that nobody kills come to its end, or to where `until` holds."""
     for turn in range(limit):
-        if world.ended:
+        if world.ended or until():
             return
         choices = world.turns()
         choices[turn % len(choices)]()
@@ -49,7 +51,7 @@ class CommitPointMachine(RuleBasedStateMachine):
     def a_kill_waits_ahead(self, after, torn):
         self.run.killer.arm(after, torn=torn)
 
-    @rule(order=st.lists(st.integers(0, 1_000), min_size=1, max_size=12))
+    @rule(order=st.lists(st.integers(0, 1_000), min_size=1, max_size=40))
     def they_take_turns(self, order):
         try:
             for choice in order:
@@ -72,9 +74,13 @@ class CommitPointMachine(RuleBasedStateMachine):
         self.run.killer.disarm()
         self.run.check_resumed()
 
-    @precondition(lambda self: self.world is not None and self.world.trainer.committed)
     @rule()
     def the_newest_checkpoint_rots_and_the_machine_goes_down(self):
+        """There must be another one to go back to, so the run goes on until it has two."""
+        try:
+            play(self.run, until=lambda: len(self.run.checkpoints()) >= 2)
+        except Killed:
+            survive(self.run)
         if self.run.rot():
             survive(self.run)
 
@@ -97,7 +103,7 @@ class CommitPointMachine(RuleBasedStateMachine):
 
 TestCommitPointMachine = CommitPointMachine.TestCase
 TestCommitPointMachine.settings = settings(
-    max_examples=8, stateful_step_count=8, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    max_examples=20, stateful_step_count=12, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
 
 

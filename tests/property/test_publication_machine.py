@@ -410,8 +410,8 @@ class FileMachine(PublicationMachine):
 TestSharedMemory = SharedMemoryMachine.TestCase
 TestFiles = FileMachine.TestCase
 TestSharedMemory.settings = settings(
-    max_examples=12, stateful_step_count=20, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    max_examples=20, stateful_step_count=25, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
 TestFiles.settings = settings(
-    max_examples=4, stateful_step_count=20, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    max_examples=10, stateful_step_count=25, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )

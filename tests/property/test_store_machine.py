@@ -113,14 +113,17 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(owner=OWNERS, data=st.data())
     def train(self, owner, data):
         """What happens when nothing goes wrong."""
-        if not any(step == self.step() for step, _ in self.batches.values()):
-            self.put(2, 1)
-            self.assign_next(data, drop_too=False)
+        self.have_a_batch(data)
         self.now_s += LEASE_S  # nobody else's lease stands in the way
         self.lease_as(owner)
         for batch_id in [b for b, (holder, _) in self.leases.items() if holder == owner]:
             if self.batches[batch_id][0] == self.step():
                 self.use(batch_id, owner, "record")
+
+    def have_a_batch(self, data: st.DataObject) -> None:
+        if not any(step == self.step() for step, _ in self.batches.values()):
+            self.put(2, 1)
+            self.assign_next(data, drop_too=False)
 
     def lease_as(self, owner: str) -> None:
         step = self.step()
@@ -146,9 +149,12 @@ class StoreMachine(RuleBasedStateMachine):
     def time_passes(self, seconds):
         self.now_s += seconds
 
-    @precondition(lambda self: self.leases)
-    @rule(owner=OWNERS, data=st.data(), what=st.sampled_from(["record", "record", "renew", "release"]))
-    def use_lease(self, owner, data, what):
+    @rule(holder=OWNERS, owner=OWNERS, data=st.data(), what=st.sampled_from(["record", "record", "renew", "release"]))
+    def use_lease(self, holder, owner, data, what):
+        """Use a lease that stands, or one that is taken for it; a lease that ran out counts until it is taken."""
+        if not self.leases:
+            self.have_a_batch(data)
+            self.lease_as(holder)
         self.use(data.draw(st.sampled_from(sorted(self.leases))), owner, what)
 
     def use(self, batch_id: int, owner: str, what: str) -> None:
