@@ -24,6 +24,7 @@ from typing import Any
 
 import msgspec
 import psutil
+from tiny_runs import tiny_toml
 
 from rollmill.buffer.sqlite import SqliteStore
 from rollmill.config.load import load_config
@@ -58,13 +59,13 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     """What is run.
 
     Attributes:
-        toml: configuration; `{directory}`, `{seed}` and `{policy}` are filled in.
+        toml: returns the configuration for a folder, with these settings of its `run` section.
         steps: optimizer steps of a whole run.
         step_s: about how long a step takes; moments inside a step are spread over it.
     """
 
     name: str
-    toml: str
+    toml: Callable[[Path, dict[str, Any]], str]
     steps: int
     evaluate_every: int
     step_s: float
@@ -96,74 +97,39 @@ class Chain(msgspec.Struct, frozen=True, kw_only=True):
     rollouts: dict[str, Any]
 
 
-TINY = """
-[run]
-name = "tiny"
-directory = "{directory}"
-seed = {seed}
-steps = 18
-stall_report_s = 20.0
-stall_limit_s = 90.0
-{policy}
-
-[model]
-source = "tiny-llama"
-
-[environment]
-pool_size = 200
-heldout_size = 8
-scorer = "rollmill.testing.scorers:coin"
-
-[[environment.tasks]]
-name = "basic_arithmetic"
-options = {{ min_terms = 2, max_terms = 2, min_digits = 1, max_digits = 2 }}
-
-[sampling]
-max_new_tokens = 8
-
-[generator]
-engine = "{engine}"
-max_slots = 16
-max_model_len = 256
-dtype = "float32"
-
-[trainer]
-learning_rate = 1e-3
-checkpoint_every_steps = 3
-dtype = "float32"
-
-[evaluation]
-every_steps = 4
-
-[schedule]
-batch_groups = 2
-group_size = 2
-max_staleness = 2
-window_groups = 4
-"""
-
-
 def tiny_job(*, engine: str = "fake") -> Job:
     """Return the job on the tiny Llama; with the fake engine only the trainer computes."""
-    return Job(name=f"tiny-{engine}", toml=TINY.replace("{engine}", engine), steps=18, evaluate_every=4, step_s=0.12)
+
+    def toml(folder: Path, run: dict[str, Any]) -> str:
+        return tiny_toml(
+            folder,
+            run={"steps": 18, "stall_report_s": 20.0, "stall_limit_s": 90.0, **run},
+            environment={"pool_size": 200, "heldout_size": 8},
+            sampling={"max_new_tokens": 8},
+            generator={"engine": engine},
+            trainer={"checkpoint_every_steps": 3},
+            evaluation={"every_steps": 4},
+            schedule={"group_size": 2},
+        )
+
+    return Job(name=f"tiny-{engine}", toml=toml, steps=18, evaluate_every=4, step_s=0.12)
 
 
-def main_job(toml: str) -> Job:
+def main_job(shipped: str) -> Job:
     """Return the shipped main job, shortened so that a chain takes minutes."""
-    shortened = toml.replace("steps = 36", 'steps = 8\ndirectory = "{directory}"\nseed = {seed}\n{policy}').replace(
-        "heldout_size = 256", "heldout_size = 16"
-    )
-    shortened = shortened.replace("options = {", "options = {{").replace(
-        "parentheses = false }", "parentheses = false }}"
-    )
-    shortened += "checkpoint_every_steps = 2\n\n[evaluation]\nevery_steps = 3\n"
-    return Job(name="arithmetic", toml=shortened, steps=8, evaluate_every=3, step_s=12.0)
+
+    def toml(folder: Path, run: dict[str, Any]) -> str:
+        settings = {"steps": 8, "directory": str(folder / "runs"), **run}
+        lines_of_run = "\n".join(f"{key} = {json.dumps(value)}" for key, value in settings.items())
+        shortened = shipped.replace("steps = 36", lines_of_run).replace("heldout_size = 256", "heldout_size = 16")
+        return shortened + "checkpoint_every_steps = 2\n\n[evaluation]\nevery_steps = 3\n"
+
+    return Job(name="arithmetic", toml=toml, steps=8, evaluate_every=3, step_s=12.0)
 
 
-def policy_lines(policy: str) -> str:
+def policy_settings(policy: str) -> dict[str, str]:
     """Return what the run is told to do about a lost process: `stop`, or `restart` where the run can."""
-    known = [name for name in RunSettings.model_fields if name.startswith("on_") and name.endswith("_loss")]
-    return "\n".join(f'{name} = "{policy}"' for name in known)
+    return {name: policy for name in RunSettings.model_fields if name.startswith("on_") and name.endswith("_loss")}
 
 
 class Run:
@@ -172,9 +138,7 @@ class Run:
     def __init__(self, folder: Path, *, job: Job, seed: int, policy: str) -> None:
         self.job = job
         self.config = folder / "train.toml"
-        self.config.write_text(
-            job.toml.format(directory=folder / "runs", seed=seed % 1000, policy=policy_lines(policy))
-        )
+        self.config.write_text(job.toml(folder, {"seed": seed % 1000, **policy_settings(policy)}))
         self.directory = folder / "runs" / load_config(self.config).config.run.name
         self.layout = ProcessLayout(self.directory)
         self.log = folder / "output.log"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from test_main_job_tiny import check_books, lines, processes_of, rollmill, wait_until, write_config
+from tiny_runs import check_books, lines, processes_of, rollmill, wait_until, write_config
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(600)]
 

@@ -2,121 +2,24 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import signal
-import subprocess
-import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
-import psutil
 import pytest
+from tiny_runs import (
+    check_books,
+    finish,
+    kill_supervisor,
+    lines,
+    processes_of,
+    rollmill,
+    wait_for_steps,
+    wait_until,
+    write_config,
+)
 
-pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(300)]
-
-CONFIG = """
-[run]
-name = "tiny"
-directory = "{directory}"
-steps = {steps}
-stall_report_s = 20.0
-stall_limit_s = 60.0
-
-[model]
-source = "tiny-llama"
-
-[environment]
-pool_size = 400
-heldout_size = 16
-scorer = "rollmill.testing.scorers:coin"
-
-[[environment.tasks]]
-name = "basic_arithmetic"
-[environment.tasks.options]
-min_terms = 2
-max_terms = 2
-min_digits = 1
-max_digits = 2
-
-[sampling]
-max_new_tokens = 12
-
-[generator]
-max_slots = 16
-max_model_len = 256
-dtype = "float32"
-
-[trainer]
-learning_rate = 1e-3
-checkpoint_every_steps = 4
-dtype = "float32"
-
-[schedule]
-batch_groups = 2
-group_size = 4
-max_staleness = {max_staleness}
-window_groups = 4
-"""
-
-DEADLINE_S = 120.0
-
-
-def write_config(folder: Path, *, steps: int, max_staleness: int = 2) -> Path:
-    path = folder / "train.toml"
-    path.write_text(CONFIG.format(directory=folder / "runs", steps=steps, max_staleness=max_staleness))
-    return path
-
-
-def rollmill(*arguments: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-m", "rollmill.cli", *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-
-
-def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
-    out, err = process.communicate(timeout=DEADLINE_S)
-    return process.returncode, out, err
-
-
-def lines(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def check_books(summary: dict) -> None:
-    rollouts = summary["rollouts"]
-    parts = sum(rollouts[state] for state in ("in_flight", "suspended", "buffered", "trained"))
-    assert rollouts["admitted"] == parts + sum(rollouts["dropped"].values())
-    for process, book in summary["seconds"].items():
-        causes = sum(seconds for cause, seconds in book.items() if cause not in ("sum_s", "wall_s"))
-        assert causes == pytest.approx(book["wall_s"], abs=0.05), process
-        assert book["sum_s"] == pytest.approx(causes, abs=0.05), process
-        assert min(book.values()) > -0.05, process
-
-
-def wait_until(predicate: Callable[[], bool], process: subprocess.Popen[str]) -> None:
-    until = time.monotonic() + DEADLINE_S
-    while not predicate():
-        # The process's end wakes this wait; otherwise it looks again twenty times a second.
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(timeout=0.05)
-            pytest.fail(f"the run ended early: {process.communicate()}")
-        assert time.monotonic() < until, "what the test waits for did not come"
-
-
-def wait_for_steps(run: Path, count: int, process: subprocess.Popen[str]) -> None:
-    metrics = run / "metrics.jsonl"
-    wait_until(lambda: metrics.exists() and len(lines(metrics)) >= count, process)
-
-
-def processes_of(run: Path) -> list[psutil.Process]:
-    return [
-        process
-        for process in psutil.process_iter(["cmdline"])
-        if str(run) in " ".join(process.info["cmdline"] or []) and process.pid != os.getpid()
-    ]
+pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(400)]
 
 
 def test_a_run_trains_asynchronously_and_its_books_balance(tmp_path: Path) -> None:
@@ -224,12 +127,7 @@ def test_a_killed_supervisor_leaves_no_process_behind(tmp_path: Path) -> None:
     process = rollmill("train", str(write_config(tmp_path, steps=1000)))
     run = tmp_path / "runs" / "tiny"
     wait_for_steps(run, 1, process)
-    others = [p for p in processes_of(run) if p.pid != process.pid]
-    assert len(others) >= 3
-    process.kill()
-    process.communicate(timeout=DEADLINE_S)
-    _, alive = psutil.wait_procs(others, timeout=10)
-    assert alive == []
+    kill_supervisor(process, run)
 
 
 def test_a_run_directory_in_use_is_refused_with_the_next_action(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from test_main_job_tiny import (
+from tiny_runs import (
     check_books,
     finish,
     lines,
