@@ -2,13 +2,14 @@
 
     python benchmarks/weight_swap/run.py               # 9 repeats; about two minutes on two quiet cores
     python benchmarks/weight_swap/run.py --repeats 7 --model path/to/model
+    python benchmarks/weight_swap/run.py --in-the-pause --output other.json   # generator.stage_weights = false
 
-Each repeat measures, one after the other: one memory copy of all weights; the trainer's copy of a publication (all that
-it waits for); the canary, the digests and the commit (in the background of a run); pull and verification; and the
-generator's pause, in its parts. Prints and writes `result.json` beside this file: machine, settings, one entry per
-repeat, and `ratios`: the goal of 3 memory copies against the measured number of copies (medians; 1 reaches the goal,
-larger is better). Every ratio is of CPU-seconds within one repeat, so that other work on the machine does not decide
-it; wall times stand beside them.
+Each repeat measures, one after the other: one memory copy of all weights; the trainer's copy of a publication (all
+that it waits for); the canary, the digests and the commit (in the background of a run); pull and verification; the
+weights made ready in spare buffers (the old version serves meanwhile); and the generator's pause, in its parts.
+Prints and writes `result.json` beside this file: machine, settings, one entry per repeat, and `ratios`: the goal of 3
+memory copies against the measured number of copies (medians; 1 reaches the goal, larger is better). Every ratio is of
+CPU-seconds within one repeat, so that other work on the machine does not decide it; wall times stand beside them.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from typing import Any
 
 HERE = Path(__file__).parent
 GOAL_COPIES = 3.0
-LOAD_PARTS = ("pull_verify", "drain", "swap", "prove", "resume")
+LOAD_PARTS = ("pull_verify", "stage", "drain", "swap", "prove", "resume")
 
 
 def machine() -> dict[str, Any]:
@@ -72,8 +73,8 @@ class PhaseClock:
     def parts(self) -> dict[str, dict[str, float]]:
         """Return the parts of the load that was timed since the call before: a reading stands at each border."""
         readings, self.readings = self.readings, []
-        # the reading that ends the pull is taken again as the pause begins
-        borders = [*readings[:1], *readings[2:]]
+        # the reading that ends the staging is taken again as the pause begins
+        borders = [*readings[:2], *readings[3:]]
         spans = [
             {"wall_s": later[0] - earlier[0], "cpu_s": later[1] - earlier[1]}
             for earlier, later in itertools.pairwise(borders)
@@ -81,7 +82,9 @@ class PhaseClock:
         return dict(zip(LOAD_PARTS, spans, strict=True))
 
 
-async def measure(model_path: str, *, repeats: int, folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+async def measure(
+    model_path: str, *, repeats: int, stage_weights: bool, folder: Path
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     import torch
 
     from rollmill.clock import SystemClock
@@ -134,7 +137,13 @@ async def measure(model_path: str, *, repeats: int, folder: Path) -> tuple[dict[
     )
     clock = PhaseClock()
     replica = Replica(
-        engine=engine, repository=repository, kv_policy="keep", load_deadline_s=120.0, owner="bench", clock=clock
+        engine=engine,
+        repository=repository,
+        kv_policy="keep",
+        load_deadline_s=120.0,
+        owner="bench",
+        clock=clock,
+        stage_weights=stage_weights,
     )
     runs: list[dict[str, Any]] = []
     try:
@@ -171,6 +180,7 @@ async def measure(model_path: str, *, repeats: int, folder: Path) -> tuple[dict[
     nbytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
     settings = {"model": Path(model_path).name, "dtype": "float32", "weight_bytes": nbytes, "threads": 1}
     settings |= {"transport": manifest.transport, "keep_versions": 3, "kv_on_update": "keep", "repeats": repeats}
+    settings |= {"stage_weights": stage_weights, "native_kernels": "native_kernels" in engine.info().capabilities}
     return settings, runs
 
 
@@ -182,8 +192,10 @@ FIGURES = {
     "trainer_publish": ("publish_copy",),
     "publish_total": ("publish_copy", "publish_canary", "publish_digest_commit", "publish_keep_house"),
     "pull_verify": ("pull_verify",),
+    "stage": ("stage",),
     "generator_pause": ("swap", "prove", "resume"),
     "swap_alone": ("swap",),
+    "prove_alone": ("prove",),
 }
 """What is reported, and the parts it is the sum of. The drain is no pause: the step in hand still gives its tokens."""
 
@@ -211,6 +223,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--model", default="smollm2-135m-instruct", help="a name of `rollmill model list`, or a folder")
+    parser.add_argument("--in-the-pause", action="store_true", help="write the weights in the pause, do not stage them")
     parser.add_argument("--output", type=Path, default=HERE / "result.json")
     options = parser.parse_args()
     from rollmill.weights import prepare
@@ -218,7 +231,9 @@ def main() -> None:
     where = machine()
     model_path = str(prepare(options.model).path)
     with tempfile.TemporaryDirectory(prefix="rollmill-weight-swap-") as folder:
-        settings, runs = asyncio.run(measure(model_path, repeats=options.repeats, folder=Path(folder)))
+        settings, runs = asyncio.run(
+            measure(model_path, repeats=options.repeats, stage_weights=not options.in_the_pause, folder=Path(folder))
+        )
     result = report_of(settings, runs, where)
     options.output.write_text(json.dumps(result, indent=2) + "\n")
     print(f"{'':22}copies    CPU s   wall s")
