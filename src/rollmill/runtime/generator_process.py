@@ -14,7 +14,8 @@ import msgspec
 from rollmill.buffer.doorbell import Doorbell, ring
 from rollmill.clock import SystemClock
 from rollmill.errors import RunDirectoryError, WeightError
-from rollmill.runtime.incarnation import Evaluating, Incarnation, Preflight, ProcessSeconds, read_record, write_record
+from rollmill.runtime.ahead import read_ahead
+from rollmill.runtime.incarnation import Evaluating, Incarnation, ProcessSeconds, read_record, write_record
 from rollmill.runtime.layout import CONTROLLER, EVALUATOR
 from rollmill.runtime.process import ProcessContext
 from rollmill.runtime.threads import make_torch_deterministic
@@ -51,15 +52,16 @@ def run_generator(context: ProcessContext) -> None:
 
     if config.run.deterministic:
         make_torch_deterministic()
-    with Doorbell.bind(layout.run_directory, context.name) as bell:
-        preflight = wait_for_preflight(layout, wait=bell.wait, clock=clock)
     repository = LocalModelRepository(
         layout.weights, transport=config.weights.transport, keep_versions=config.weights.keep_versions
     )
-    early = _load_early(context, preflight, repository)
+    with Doorbell.bind(layout.run_directory, context.name) as bell:
+        ahead = read_ahead(context, lambda path: _load_early(context, path, repository))
+        preflight = wait_for_preflight(layout, wait=bell.wait, clock=clock)
+    early = ahead[1] if ahead is not None and ahead[0] == preflight.model_path else None
     manifest, tensors, model = _load_newest(context, repository, early=early, clock=clock)
     # What it read early is in the engine, or worth nothing.
-    del early
+    del ahead, early
     engine = build_engine(
         preflight.model_path,
         kind=config.generator.engine,
@@ -130,7 +132,7 @@ def _book(context: ProcessContext, engine: Engine, *, engine_started_s: float) -
     )
 
 
-def _load_early(context: ProcessContext, preflight: Preflight, repository: LocalModelRepository) -> EarlyModel | None:
+def _load_early(context: ProcessContext, model_path: str, repository: LocalModelRepository) -> EarlyModel | None:
     """Return the model that a new run begins with, read while the trainer reads and publishes it too."""
     from rollmill.generator.early import load_early
 
@@ -138,7 +140,7 @@ def _load_early(context: ProcessContext, preflight: Preflight, repository: Local
     begins = context.incarnation.checkpoint is None and repository.latest() is None
     if generator.engine != "embedded" or not begins or layout.asked_version(context.name).exists():
         return None
-    return load_early(preflight.model_path, dtype=generator.dtype, kernels=generator.kernels, threads=generator.threads)
+    return load_early(model_path, dtype=generator.dtype, kernels=generator.kernels, threads=generator.threads)
 
 
 def _load_newest(

@@ -14,7 +14,8 @@ from rollmill.buffer.doorbell import Doorbell, ring
 from rollmill.buffer.protocol import CommitPoint
 from rollmill.buffer.sqlite import SqliteStore
 from rollmill.clock import SystemClock
-from rollmill.runtime.incarnation import Preflight, ProcessSeconds, write_record
+from rollmill.runtime.ahead import read_ahead
+from rollmill.runtime.incarnation import ProcessSeconds, write_record
 from rollmill.runtime.layout import CONTROLLER, replica_name
 from rollmill.runtime.process import ProcessContext
 from rollmill.runtime.threads import make_torch_deterministic
@@ -46,9 +47,14 @@ def run_trainer(context: ProcessContext) -> None:
         make_torch_deterministic()
     keep_freed_memory()
     with Doorbell.bind(layout.run_directory, context.name) as bell:
+        ahead = read_ahead(context, lambda path: _load(context, path))
         preflight = wait_for_preflight(layout, wait=bell.wait, clock=clock)
         context.incarnation = wait_for_incarnation(layout, context.spawned_for, wait=bell.wait, clock=clock)
-        trainer, checkpoint = _load(context, preflight)
+        if ahead is not None and ahead[0] == preflight.model_path:
+            trainer, checkpoint = ahead[1]
+        else:
+            trainer, checkpoint = _load(context, preflight.model_path)
+        del ahead
         stop = _StopFlag()
         store = SqliteStore(layout.store)
         loop = TrainerLoop(
@@ -95,14 +101,14 @@ def canary_token_ids(vocabulary_size: int) -> np.ndarray:
     return (np.arange(1, CANARY_TOKENS + 1, dtype=np.int64) * 7919 % vocabulary_size).astype(np.int32)
 
 
-def _load(context: ProcessContext, preflight: Preflight) -> tuple[Trainer, Checkpoint | None]:
+def _load(context: ProcessContext, model_path: str) -> tuple[Trainer, Checkpoint | None]:
     from rollmill.trainer.model import load_policy
     from rollmill.trainer.step import Trainer
 
     config, path = context.config, context.incarnation.checkpoint
-    reference = load_policy(preflight.model_path) if config.algorithm.kl_coefficient > 0 else None
+    reference = load_policy(model_path) if config.algorithm.kl_coefficient > 0 else None
     if path is None:
-        return Trainer(load_policy(preflight.model_path), config=config, reference=reference), None
+        return Trainer(load_policy(model_path), config=config, reference=reference), None
     checkpoint: Checkpoint = read_checkpoint(path)
     trainer = Trainer(load_policy(path), config=config, reference=reference)
     trainer.load_state(
