@@ -10,7 +10,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
 from batches import SHAPES, groups_of, part_of
 from torch.optim import optimizer as optimizers
@@ -18,11 +17,10 @@ from torch.profiler import ProfilerActivity, profile
 
 from rollmill.buffer.protocol import CommitPoint
 from rollmill.config.schema import RollmillConfig, TrainerSettings
-from rollmill.trainer.checkpointing import Checkpointer
+from rollmill.trainer.checkpointing import Checkpointer, CheckpointFolder
 from rollmill.trainer.memory import keep_freed_memory
 from rollmill.trainer.model import load_policy
 from rollmill.trainer.step import Trainer, TrainerState
-from rollmill.weights import model_files, write_checkpoint
 
 GEMM_SIZES = {"float32": ((2048, 2048, 2048), (592, 576, 1536)), "bfloat16": ((1024, 1024, 1024), (592, 576, 1536))}
 
@@ -111,26 +109,10 @@ def parts(measured: Measured, *, shape: str) -> dict[str, float]:
     return {part: spent / total for part, spent in sorted(times.items(), key=lambda item: -item[1])}
 
 
-class _Writer:
-    def __init__(self, root: Path, *, model: Path) -> None:
-        self._root, self._model = root, model
-
-    def write(self, state: TrainerState, *, commit: CommitPoint) -> None:
-        write_checkpoint(
-            self._root,
-            optimizer_step=commit.optimizer_step,
-            model_tensors=state.model,
-            optimizer_tensors=state.optimizer,
-            commit=msgspec.to_builtins(commit),
-            trainer_state=state.state,
-            extra_files=model_files(self._model),
-        )
-
-
 def checkpoints(measured: Measured, *, model: Path, folder: Path, runs: int) -> list[dict[str, Any]]:
     """Return what a checkpoint costs: written while training waits, and begun in the background then waited for."""
     with tempfile.TemporaryDirectory(dir=folder) as name:
-        saving = Checkpointer(_Writer(Path(name), model=model), background=True, deadline_s=600.0)
+        saving = Checkpointer(CheckpointFolder(Path(name), model=model), background=True, deadline_s=600.0)
         found = [
             {
                 "written": _timed(saving.write, measured.trainer.state(), step=2 * number),

@@ -17,11 +17,12 @@ from rollmill.buffer.sqlite import SqliteStore
 from rollmill.clock import SystemClock
 from rollmill.config.schema import RollmillConfig
 from rollmill.generator.engines.embedded.engine import EmbeddedEngine
+from rollmill.trainer.checkpointing import CheckpointFolder
 from rollmill.trainer.loop import TrainerLoop
 from rollmill.trainer.model import load_policy
-from rollmill.trainer.step import Trainer, TrainerState
+from rollmill.trainer.step import Trainer
 from rollmill.types import GenerateRequest, Group, Rollout, SamplingParams, Turn
-from rollmill.weights import LocalModelRepository, model_files, prepare, read_checkpoint, write_checkpoint
+from rollmill.weights import LocalModelRepository, prepare, read_checkpoint
 from unit.trainer.trainer_builders import config, random_groups, rollout, scored
 
 pytestmark = pytest.mark.integration
@@ -47,18 +48,6 @@ class OnDisk:
         self.history_id = history_id
         self._model_path = model_path
 
-    def write(self, state: TrainerState, *, commit: CommitPoint) -> None:
-        write_checkpoint(
-            self.checkpoints,
-            optimizer_step=commit.optimizer_step,
-            model_tensors=state.model,
-            optimizer_tensors=state.optimizer,
-            commit=msgspec.to_builtins(commit),
-            trainer_state=state.state,
-            extra_files=model_files(self._model_path),
-            keep=9,
-        )
-
     def run(
         self, trainer: Trainer, *, wait: Callable[[float], bool] = lambda _: False, commit: CommitPoint | None = None
     ) -> int:
@@ -70,7 +59,7 @@ class OnDisk:
             clock=SystemClock(),
             wait=wait,
             ring=lambda: None,
-            checkpoints=self,
+            checkpoints=CheckpointFolder(self.checkpoints, model=self._model_path, keep=9),
             history_id=self.history_id,
             canary_token_ids=np.arange(1, 17, dtype=np.int32),
             should_stop=lambda: False,

@@ -12,8 +12,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from concurrent.futures import Executor
+from pathlib import Path
 from typing import Protocol
 
+import msgspec
 import torch
 
 from rollmill.buffer.protocol import CommitPoint
@@ -21,6 +23,7 @@ from rollmill.trainer.background import BackgroundJob
 from rollmill.trainer.decisions import background_pays
 from rollmill.trainer.memory import free_memory_bytes
 from rollmill.trainer.step import TrainerState
+from rollmill.weights.checkpoint import model_files, write_checkpoint
 
 
 class CheckpointWriter(Protocol):
@@ -33,6 +36,37 @@ class CheckpointWriter(Protocol):
             Fault: if it could not be written; the checkpoint before it stays.
         """
         ...
+
+
+class CheckpointFolder:
+    """Writes checkpoints into a folder, each a Hugging Face directory with the optimizer's state and the commit point.
+
+    Args:
+        model: folder of the model; its configuration and tokenizer are copied into every checkpoint.
+        keep: newest checkpoints that stay.
+    """
+
+    def __init__(self, root: Path, *, model: Path, keep: int = 2) -> None:
+        self._root = root
+        self._keep = keep
+        self._extra_files = model_files(model)
+
+    def write(self, state: TrainerState, *, commit: CommitPoint) -> None:
+        """Return when the checkpoint is durable and visible.
+
+        Raises:
+            WeightError: if it could not be written; the checkpoint before it stays.
+        """
+        write_checkpoint(
+            self._root,
+            optimizer_step=commit.optimizer_step,
+            model_tensors=state.model,
+            optimizer_tensors=state.optimizer,
+            commit=msgspec.to_builtins(commit),
+            trainer_state=state.state,
+            extra_files=self._extra_files,
+            keep=self._keep,
+        )
 
 
 class Checkpointer:
