@@ -158,4 +158,6 @@ def test_a_mistake_is_the_one_thing_reported_though_all_processes_start_at_once(
     assert not (run / "processes" / "preflight.json").exists()
     assert not list((run / "weights").glob("manifests/*.json"))
     assert processes_of(run) == []
-    assert [(run / "logs" / f"{name}.log").read_text() for name in ("trainer", "generator-0")] == ["", ""]
+    # Where the mistake was found before they were forked, they have no log yet.
+    logs = [run / "logs" / f"{name}.log" for name in ("trainer", "generator-0")]
+    assert [log.read_text() for log in logs if log.exists()] in ([], ["", ""])

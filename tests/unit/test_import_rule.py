@@ -35,6 +35,7 @@ TORCH_FREE = (
     "rollmill.algorithms.advantages",
     "rollmill.config.plan",
     "rollmill.cli",
+    "rollmill.cli.training",
 )
 
 OPTIONAL = ("torch", "transformers", "grpc", "reasoning_gym", "gguf", "safetensors")
