@@ -28,7 +28,7 @@ from rollmill.runtime.resume import first_incarnation, next_incarnation
 from rollmill.scheduling import Scheduler, SchedulerSettings
 from rollmill.scheduling import events as ev
 from rollmill.scheduling import instructions as ins
-from rollmill.types import WeightManifest
+from rollmill.testing import fake_manifest
 from rollmill.weights.checkpoint import write_checkpoint
 from rollmill.weights.manifests import Manifests
 
@@ -409,19 +409,7 @@ class CrashWorld:
     def publish(self, step: int, *, history: str) -> int:
         version = self.newest_version() + 1
         self.manifests.write(
-            WeightManifest(
-                policy_version=version,
-                optimizer_step=step,
-                parent=None,
-                history_id=history,
-                training_dtype="float32",
-                serving_dtype="float32",
-                tensors={},
-                digest=f"d{version}",
-                transport="file",
-                location="",
-                published_at_s=0.0,
-            )
+            fake_manifest(version, optimizer_step=step, parent=None, history_id=history, transport="file")
         )
         return version
 

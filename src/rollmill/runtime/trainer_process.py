@@ -7,11 +7,9 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import msgspec
 import numpy as np
 
 from rollmill.buffer.doorbell import Doorbell, ring
-from rollmill.buffer.protocol import CommitPoint
 from rollmill.buffer.sqlite import SqliteStore
 from rollmill.clock import SystemClock
 from rollmill.runtime.ahead import read_ahead
@@ -20,12 +18,12 @@ from rollmill.runtime.layout import CONTROLLER, replica_name
 from rollmill.runtime.process import ProcessContext
 from rollmill.runtime.threads import make_torch_deterministic
 from rollmill.runtime.waiting import wait_for_incarnation, wait_for_preflight
-from rollmill.weights.checkpoint import Checkpoint, model_files, read_checkpoint, write_checkpoint
+from rollmill.weights.checkpoint import Checkpoint, read_checkpoint
 from rollmill.weights.lean_import import import_transformers, without_collection
 from rollmill.weights.repository import LocalModelRepository
 
 if TYPE_CHECKING:
-    from rollmill.trainer.step import Trainer, TrainerState
+    from rollmill.trainer.step import Trainer
 
 CANARY_TOKENS = 8
 
@@ -39,6 +37,7 @@ def run_trainer(context: ProcessContext) -> None:
     # While the controller looks at model and data.
     with without_collection():
         import_transformers()
+        from rollmill.trainer.checkpointing import CheckpointFolder
         from rollmill.trainer.loop import TrainerLoop
         from rollmill.trainer.memory import keep_freed_memory
 
@@ -67,7 +66,9 @@ def run_trainer(context: ProcessContext) -> None:
             clock=clock,
             wait=bell.wait,
             ring=lambda: _ring_others(context),
-            checkpoints=_Checkpoints(context, model_path=Path(preflight.model_path)),
+            checkpoints=CheckpointFolder(
+                layout.checkpoints, model=Path(preflight.model_path), keep=config.trainer.keep_checkpoints
+            ),
             history_id=context.incarnation.history_id,
             canary_token_ids=canary_token_ids(trainer.model.config.vocab_size),
             should_stop=lambda: stop.asked,
@@ -122,27 +123,6 @@ def _load(context: ProcessContext, model_path: str) -> tuple[Trainer, Checkpoint
 def _ring_others(context: ProcessContext) -> None:
     for name in (CONTROLLER, *(replica_name(index) for index in range(context.config.generator.replicas))):
         ring(context.layout.run_directory, name)
-
-
-class _Checkpoints:
-    """Writes checkpoints that load as Hugging Face directories."""
-
-    def __init__(self, context: ProcessContext, *, model_path: Path) -> None:
-        self._root = context.layout.checkpoints
-        self._keep = context.config.trainer.keep_checkpoints
-        self._extra_files = model_files(model_path)
-
-    def write(self, state: TrainerState, *, commit: CommitPoint) -> None:
-        write_checkpoint(
-            self._root,
-            optimizer_step=commit.optimizer_step,
-            model_tensors=state.model,
-            optimizer_tensors=state.optimizer,
-            commit=msgspec.to_builtins(commit),
-            trainer_state=state.state,
-            extra_files=self._extra_files,
-            keep=self._keep,
-        )
 
 
 class _StopFlag:

@@ -12,26 +12,14 @@ from hypothesis import strategies as st
 from rollmill.controller.evaluation import EvaluationResult
 from rollmill.controller.side_evaluation import DueVersion, EvaluatorLost, SideEvaluations, due_versions, labels_due
 from rollmill.errors import DeadlineExceeded, WeightError
-from rollmill.testing import run_virtual
+from rollmill.testing import fake_manifest, run_virtual
 from rollmill.types import WeightManifest
 
 HISTORY = "h001"
 
 
 def manifest(version: int, *, step: int | None = None, history: str = HISTORY) -> WeightManifest:
-    return WeightManifest(
-        policy_version=version,
-        optimizer_step=version - 1 if step is None else step,
-        parent=None,
-        history_id=history,
-        training_dtype="float32",
-        serving_dtype="float32",
-        tensors={},
-        digest=f"digest-{version}",
-        transport="shm",
-        location="",
-        published_at_s=0.0,
-    )
+    return fake_manifest(version, optimizer_step=version - 1 if step is None else step, history_id=history)
 
 
 def result(version: int) -> EvaluationResult:
@@ -130,8 +118,8 @@ def test_a_version_is_due_by_its_step_and_history_and_the_first_of_a_step_counts
     ]
     due = due_versions(manifests, history_id=HISTORY, labels={0: "before", 2: "step-2", 4: "step-4"})
     assert [(step, version.label, version.policy_version, version.digest) for step, version in due] == [
-        (0, "before", 2, "digest-2"),
-        (2, "step-2", 5, "digest-5"),
+        (0, "before", 2, "fake-2"),
+        (2, "step-2", 5, "fake-5"),
     ]
 
 

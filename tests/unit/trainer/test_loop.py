@@ -226,6 +226,18 @@ class World:
         return self.loop(**changed).run()
 
 
+def diverge_at_step_2(world: World) -> None:
+    """Let the first step succeed and the second one fail."""
+    train_step = world.trainer.train_step
+
+    def diverged(*args: Any, **kwargs: Any) -> Any:
+        if world.trainer.optimizer_step == 1:
+            raise NumericalFault("NaN", rollout_ids=("x",))
+        return train_step(*args, **kwargs)
+
+    world.trainer.train_step = diverged  # type: ignore[method-assign]
+
+
 def test_it_trains_assigned_batches_and_ends_when_the_controller_is_finishing() -> None:
     world = World()
     world.assign()
@@ -361,14 +373,7 @@ def test_a_numerical_fault_gives_the_batch_back_and_writes_no_checkpoint() -> No
     world = World(changed={"trainer": {"checkpoint_every_steps": 1}})
     world.assign()
     world.assign()
-    train_step = world.trainer.train_step
-
-    def diverged(*args: Any, **kwargs: Any) -> Any:
-        if world.trainer.optimizer_step == 1:
-            raise NumericalFault("NaN", rollout_ids=("x",))
-        return train_step(*args, **kwargs)
-
-    world.trainer.train_step = diverged  # type: ignore[method-assign]
+    diverge_at_step_2(world)
     with pytest.raises(NumericalFault):
         world.run()
     assert [commit.optimizer_step for commit, _ in world.checkpoints.written] == [1]
@@ -561,14 +566,7 @@ def test_a_fault_in_a_step_still_commits_and_records_the_step_before() -> None:
     world = World()
     world.assign()
     world.assign()
-    train_step = world.trainer.train_step
-
-    def diverged(*args: Any, **kwargs: Any) -> Any:
-        if world.trainer.optimizer_step == 1:
-            raise NumericalFault("NaN", rollout_ids=("x",))
-        return train_step(*args, **kwargs)
-
-    world.trainer.train_step = diverged  # type: ignore[method-assign]
+    diverge_at_step_2(world)
     with pytest.raises(NumericalFault):
         world.run(executor=Later())
     assert world.log[-3:] == ["publish 1", "record 1", "ring"]
@@ -680,14 +678,7 @@ def test_a_fault_in_a_step_still_finishes_the_checkpoint_under_way() -> None:
     world = World(changed={"trainer": {"checkpoint_every_steps": 1}})
     world.assign()
     world.assign()
-    train_step = world.trainer.train_step
-
-    def diverged(*args: Any, **kwargs: Any) -> Any:
-        if world.trainer.optimizer_step == 1:
-            raise NumericalFault("NaN", rollout_ids=("x",))
-        return train_step(*args, **kwargs)
-
-    world.trainer.train_step = diverged  # type: ignore[method-assign]
+    diverge_at_step_2(world)
     with pytest.raises(NumericalFault):
         world.run(checkpoint_executor=Later())
     assert [commit.optimizer_step for commit, _ in world.checkpoints.written] == [1]
