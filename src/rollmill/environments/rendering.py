@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from rollmill.environments.plain_tokenizer import PlainTokenizer, load_plain
 from rollmill.environments.protocol import Environment
 from rollmill.errors import DataError, MissingExtraError, ModelError
 from rollmill.types import Message, Task
@@ -61,7 +62,7 @@ class Renderer:
 
     Raises:
         ModelError: if there is no tokenizer, it has no chat template, or no token ends a reply.
-        MissingExtraError: if transformers is not installed.
+        MissingExtraError: if transformers is needed and not installed; see `plain_tokenizer`.
     """
 
     def __init__(self, model_path: Path | str) -> None:
@@ -171,9 +172,12 @@ def _distinct_tasks(environment: Environment) -> Iterable[Task]:
     return {task.task_id: task for task in itertools.chain(environment.heldout(), training)}.values()
 
 
-def _load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
+def _load_tokenizer(path: Path) -> PreTrainedTokenizerBase | PlainTokenizer:
     if not path.is_dir():
         raise ModelError(f"{path} is not a directory. Prepare the model first: rollmill model prepare NAME.")
+    plain = load_plain(path)
+    if plain is not None:
+        return plain
     try:
         # The plain class reads tokenizer.json as it stands and loads in half the time of AutoTokenizer, which is for
         # directories in older forms. Neither needs torch.
@@ -193,7 +197,9 @@ def _load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
         ) from error
 
 
-def _encode(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], *, opening: bool) -> list[int]:
+def _encode(
+    tokenizer: PreTrainedTokenizerBase | PlainTokenizer, messages: Sequence[Message], *, opening: bool
+) -> list[int]:
     import jinja2
 
     conversation = [{"role": message.role, "content": message.content} for message in messages]
@@ -209,7 +215,7 @@ def _encode(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], *, 
     return tokenizer(text, add_special_tokens=False)["input_ids"]  # type: ignore[return-value]
 
 
-def _stop_token_ids(tokenizer: PreTrainedTokenizerBase, *, path: Path) -> tuple[int, ...]:
+def _stop_token_ids(tokenizer: PreTrainedTokenizerBase | PlainTokenizer, *, path: Path) -> tuple[int, ...]:
     stops = set(_configured_stops(path))
     if isinstance(tokenizer.eos_token_id, int):
         stops.add(tokenizer.eos_token_id)
@@ -236,7 +242,7 @@ def _configured_stops(path: Path) -> list[int]:
     return [stop for stop in listed if isinstance(stop, int)]
 
 
-def _end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:
+def _end_of_turn(tokenizer: PreTrainedTokenizerBase | PlainTokenizer) -> int | None:
     """Return the special token with which the template closes the policy's turn, `None` where it has none."""
     opened = [Message(role="user", content=_PROBE)]
     closed = [*opened, Message(role="assistant", content=_PROBE)]
