@@ -58,7 +58,10 @@ def run_generator(context: ProcessContext) -> None:
     with Doorbell.bind(layout.run_directory, context.name) as bell:
         ahead = read_ahead(context, lambda path: _load_early(context, path, repository))
         preflight = wait_for_preflight(layout, wait=bell.wait, clock=clock)
-    early = ahead[1] if ahead is not None and ahead[0] == preflight.model_path else None
+    if ahead is not None and ahead[0] == preflight.model_path:
+        early = ahead[1]
+    else:
+        early = _load_early(context, preflight.model_path, repository)
     manifest, tensors, model = _load_newest(context, repository, early=early, clock=clock)
     # What it read early is in the engine, or worth nothing.
     del ahead, early
