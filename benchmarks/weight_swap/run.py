@@ -70,6 +70,9 @@ class PhaseClock:
         self.readings.append((time.perf_counter(), time.process_time()))
         return self.readings[-1][1]
 
+    def wall_s(self) -> float:
+        return time.time()
+
     def parts(self) -> dict[str, dict[str, float]]:
         """Return the parts of the load that was timed since the call before: a reading stands at each border."""
         readings, self.readings = self.readings, []
