@@ -132,7 +132,9 @@ def role_of(command: list[str]) -> str:
     if "rollmill.runtime.process" in command:
         return command[command.index("rollmill.runtime.process") + 1]
     if "rollmill.cli" in command:
-        return "supervisor"
+        return "supervisor"  # with what the nursery used, once that has ended
+    if "rollmill.runtime.nursery_process" in command:
+        return "nursery"
     return "scorer" if any("score" in part for part in command) else "other"
 
 
