@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_runs import finish, kill_supervisor, lines, processes_of, rollmill, tiny_toml, wait_for_steps
+from tiny_runs import (
+    finish,
+    kill_supervisor,
+    processes_of,
+    rollmill,
+    steps_of,
+    tensor_digests,
+    tiny_toml,
+    wait_for_steps,
+)
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(400)]
 
@@ -39,19 +47,6 @@ def summary_of(process: subprocess.Popen[str]) -> dict[str, Any]:
     status, out, err = finish(process)
     assert status == 0, err
     return json.loads(out)
-
-
-def tensor_digests(run: Path) -> dict[str, str]:
-    """Digests of the model's and the optimizer's tensors of every checkpoint."""
-    return {
-        f"{path.parent.name}/{path.name}": hashlib.sha256(path.read_bytes()).hexdigest()
-        for path in sorted(run.glob("checkpoints/*/*.safetensors"))
-    }
-
-
-def steps_of(run: Path) -> set[tuple[int, float, float]]:
-    """What was measured of each step; a step of an abandoned history stands there twice, with equal numbers."""
-    return {(row["step"], row["loss"], row["grad_norm"]) for row in lines(run / "metrics.jsonl")}
 
 
 def test_main_job_deterministic_twice_and_killed_and_resumed_gives_the_same_bits(tmp_path: Path) -> None:

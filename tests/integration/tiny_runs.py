@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import subprocess
@@ -131,6 +132,19 @@ def kill_supervisor(process: subprocess.Popen[str], run: Path) -> None:
 def lines(path: Path) -> list[dict[str, Any]]:
     """Return the records of a JSON lines file."""
     return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def tensor_digests(run: Path) -> dict[str, str]:
+    """Return digests of the model's and the optimizer's tensors of every checkpoint."""
+    return {
+        f"{path.parent.name}/{path.name}": hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(run.glob("checkpoints/*/*.safetensors"))
+    }
+
+
+def steps_of(run: Path) -> set[tuple[int, float, float]]:
+    """Return what was measured of each step; a step of an abandoned history stands there twice, with equal numbers."""
+    return {(row["step"], row["loss"], row["grad_norm"]) for row in lines(run / "metrics.jsonl")}
 
 
 def check_books(summary: dict[str, Any]) -> None:
