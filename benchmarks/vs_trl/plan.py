@@ -28,6 +28,8 @@ EVALUATE_EVERY = 2
 SEEDS = (0, 1, 2, 3, 4)
 SEARCH_SEEDS = (100,)
 PILOT_STEPS = 4
+PILOT_STEPS_BFLOAT16 = 2
+"""A CPU that emulates it takes minutes for a step; the first one is not counted."""
 
 VERDICT = ("accuracy", "low", "high", "n", "mean_tokens")
 """What an evaluation says; its own time is not part of it."""
@@ -116,7 +118,17 @@ def fastest_mode(runs: Sequence[Record]) -> TrlMode | None:
 
 def pilot_items() -> list[Item]:
     """Return TRL's pilots."""
-    return [Item(phase="pilot", side="trl", setting=EQUAL, seed=SEARCH_SEEDS[0], mode=mode) for mode in PILOTS]
+    return [
+        Item(
+            phase="pilot",
+            side="trl",
+            setting=EQUAL,
+            seed=SEARCH_SEEDS[0],
+            mode=mode,
+            steps=PILOT_STEPS_BFLOAT16 if mode.dtype == "bfloat16" else PILOT_STEPS,
+        )
+        for mode in PILOTS
+    ]
 
 
 def ours(phase: str, setting: Setting, seed: int, *, zero_advantage: str = "replace") -> Item:
