@@ -42,7 +42,7 @@ def test_a_prompt_of_the_main_job_is_what_the_model_was_taught(model: Path) -> N
         f"<|im_start|>system\n{DEFAULT_SYSTEM}<|im_end|>\n"
         "<|im_start|>user\nCalculate 24 + 52.<|im_end|>\n<|im_start|>assistant\n"
     )
-    assert tokenizer.convert_ids_to_tokens([int(ids[0])]) == ["<|im_start|>"]  # one token, not its spelling
+    assert int(ids[0]) == tokenizer.convert_tokens_to_ids("<|im_start|>")  # one token, not its spelling
     assert len(ids) == 39  # each digit is a token of its own, so all sums of two-digit numbers have this length
 
 
