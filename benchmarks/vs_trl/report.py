@@ -162,7 +162,7 @@ def memory_ratio(runs: Sequence[Record]) -> float | None:
 
 
 def _settings(runs: Sequence[Record]) -> Record:
-    mode = plan.fastest_mode([run for run in runs if not run.get("failed")])
+    mode = plan.fastest_mode(runs)
     return {
         "target": plan.TARGET,
         "evaluate_every_steps": plan.EVALUATE_EVERY,

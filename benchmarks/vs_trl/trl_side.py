@@ -7,13 +7,14 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 from typing import Any
 
 from evaluator import Evaluator
 from measure import TreeSampler
-from plan import EVALUATE_EVERY, STOP_AT, Item, TrlMode, point, time_to
+from plan import EVALUATE_EVERY, PILOT_LIMIT_S, STOP_AT, Item, TrlMode, point, time_to
 
 from rollmill.config.schema import RollmillConfig
 from rollmill.environments.load import load_environment
@@ -102,14 +103,24 @@ def run(item: Item, *, config: RollmillConfig, evaluator: Evaluator, python: Pat
             ) as process,
             TreeSampler(process.pid) as sampler,
         ):
+            limit = threading.Timer(PILOT_LIMIT_S, process.kill)
+            if item.phase == "pilot":
+                limit.start()
             try:
                 record = _follow(process, evaluator=evaluator, sampler=sampler, started_s=started_s)
             finally:
+                too_slow = limit.finished.is_set()
+                limit.cancel()
                 if process.poll() is None:
                     process.kill()
         if process.returncode != 0:
-            record["failed"] = log.read_text()[-2000:]
+            made = len(record["steps_made"])
+            record["failed"] = f"ended after {PILOT_LIMIT_S:g} s, {made} steps made" if too_slow else _end_of(log)
     return {**record, "peak_pss_bytes": sampler.peak_pss_bytes, "threads": mode.threads}
+
+
+def _end_of(log: Path) -> str:
+    return log.read_text()[-2000:]
 
 
 def _follow(
