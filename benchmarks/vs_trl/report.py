@@ -123,6 +123,7 @@ def result(runs: Sequence[Record]) -> Record:
     return {
         "machine": runs[0]["machine"] if runs else {},
         "settings": _settings(runs),
+        "missing": [item.name for item in plan.missing(runs)],
         "pilot": [_pilot(run) for run in runs if run["phase"] == "pilot"],
         "comparisons": compared,
         "steps": _steps(good),
@@ -256,6 +257,8 @@ def _row(title: str, entry: Record) -> str:
 
 def _notes(found: Record) -> list[str]:
     lines: list[str] = []
+    if missing := found.get("missing"):
+        lines.append(f"* **Not complete**: {len(missing)} runs are missing; what stands here may change.")
     mode = found["settings"]["trl_mode"]
     if mode is not None:
         lines.append(
