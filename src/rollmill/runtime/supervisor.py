@@ -254,7 +254,7 @@ class Supervisor:
             life=child.life,
             pid=child.pid,
             # A trainer that is lost before its incarnation has begun is lost in that one.
-            incarnation=self._trainer_serves if child.name == TRAINER else self._incarnation.number,
+            incarnation=self._serves(child.name),
             at_wall_s=now_wall_s,
             exit_status=status,
             cause=cause,
@@ -395,7 +395,7 @@ class Supervisor:
             name,
             layout=self._layout,
             life=self._next_life(name),
-            incarnation=self._incarnation.number,
+            incarnation=self._serves(name),
             threads=self._threads(name),
             now_s=now_s,
         )
@@ -417,7 +417,7 @@ class Supervisor:
                     pid=handle.pid,
                     handle=handle,
                     life=birth.environment[LIFE_VARIABLE],
-                    incarnation=self._incarnation.number,
+                    incarnation=self._serves(name),
                     spawned_at_s=float(birth.environment[SPAWNED_VARIABLE]),
                 )
             )
@@ -440,12 +440,11 @@ class Supervisor:
         self._nursery = None
 
     def _spawn(self, name: str) -> None:
-        incarnation = self._trainer_serves if name == TRAINER else self._incarnation.number
         child = spawn(
             name,
             layout=self._layout,
-            life=life_of(name, incarnation=incarnation, losses=read_losses(self._layout.losses)),
-            incarnation=incarnation,
+            life=self._next_life(name),
+            incarnation=self._serves(name),
             threads=self._threads(name),
             deterministic=self._config.run.deterministic,
             now_s=self._clock.now_s(),
@@ -456,8 +455,12 @@ class Supervisor:
         self._children[child.name] = child
         self._selector.register(child.pidfd, selectors.EVENT_READ, lambda: self._on_child(child))
 
+    def _serves(self, name: str) -> int:
+        """Return the incarnation that a process serves; a trainer that is started again is there before it."""
+        return self._trainer_serves if name == TRAINER else self._incarnation.number
+
     def _next_life(self, name: str) -> str:
-        return life_of(name, incarnation=self._incarnation.number, losses=read_losses(self._layout.losses))
+        return life_of(name, incarnation=self._serves(name), losses=read_losses(self._layout.losses))
 
     def _threads(self, name: str) -> int:
         if name == CONTROLLER:
