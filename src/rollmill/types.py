@@ -134,6 +134,22 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
         check_spans(self.version_spans, n_tokens=len(self.output_ids))
 
 
+class TokenChunk(msgspec.Struct, frozen=True, kw_only=True):
+    """Tokens of a turn that is being sampled; the chunks of a turn make up its output, in order and without gaps.
+
+    Attributes:
+        start_token: index of the first one in the output.
+        output_ids: int32 [tokens].
+        behavior_logprobs: float32 [tokens].
+        policy_version: all were sampled under it.
+    """
+
+    start_token: int
+    output_ids: np.ndarray
+    behavior_logprobs: np.ndarray
+    policy_version: int
+
+
 class Wave(msgspec.Struct, frozen=True, kw_only=True):
     """Requests that an engine runs together, alone and in a fixed order (deterministic mode).
 
@@ -162,6 +178,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
         deadline_s: seconds the caller will wait, counted from arrival; past it the request is aborted.
         min_policy_version: refuse (and let the caller retry elsewhere) if the engine serves an older one.
         wave: what it runs together with; `None` lets it join whatever runs.
+        session_id: turns of one session go to the replica that holds their KV.
+        job: whose request it is; a router gives each job its priority and quota.
     """
 
     request_id: str
@@ -171,6 +189,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     deadline_s: float = 120.0
     min_policy_version: int = 0
     wave: Wave | None = None
+    session_id: str = ""
+    job: str = ""
 
 
 class Scored(msgspec.Struct, frozen=True, kw_only=True, tag="scored"):

@@ -94,6 +94,46 @@ async def test_a_turn_crosses_the_wire_whole(tmp_path):
     assert [(s.start_token, s.end_token, s.policy_version) for s in turn.version_spans] == [(0, 9, 1)]
 
 
+async def test_a_stream_gives_the_turn_that_generate_gives_token_by_token(tmp_path):
+    repository, old, _ = two_versions()
+    heard: list[int] = []
+    asked = request("a", prompt_of(7), seed=5, max_new_tokens=9)
+    async with service(embedded(tmp_path, old), repository, tmp_path) as client:
+        plain = await client.generate(asked)
+        streamed = await client.generate(asked, on_tokens=lambda chunk: heard.extend(chunk.output_ids.tolist()))
+    assert len(heard) == 9
+    assert heard == streamed.output_ids.tolist() == plain.output_ids.tolist()
+    np.testing.assert_array_equal(streamed.behavior_logprobs, plain.behavior_logprobs)
+    assert (streamed.version_spans, streamed.stop_reason) == (plain.version_spans, plain.stop_reason)
+
+
+async def test_siblings_share_the_prefill_and_differ_in_their_draws(tmp_path):
+    repository, old, _ = two_versions()
+    asked = request("a", prompt_of(40), seed=5, max_new_tokens=9)
+    async with service(embedded(tmp_path, old), repository, tmp_path) as client:
+        alone = await client.generate(asked)
+        turns = await client.generate_group(asked, siblings=4)
+    assert [turn.request_id for turn in turns] == ["a#0", "a#1", "a#2", "a#3"]
+    assert turns[0].output_ids.tolist() == alone.output_ids.tolist()
+    assert len({tuple(turn.output_ids.tolist()) for turn in turns}) == 4
+    assert [turn.cached_tokens for turn in turns[1:]] == [40, 40, 40]
+    for turn in turns:
+        np.testing.assert_allclose(turn.behavior_logprobs, reference_logprobs(old, turn, asked.sampling), atol=1e-4)
+
+
+async def test_aborting_a_call_ends_all_its_siblings(tmp_path):
+    engine = FakeEngine(clock=SystemClock(), digest="digest-1", latency=FakeLatency(step_s=0.01), max_model_len=10_000)
+    repository, _, _ = two_versions()
+    async with service(engine, repository, tmp_path) as client:
+        group = asyncio.ensure_future(
+            client.generate_group(request("a", prompt_of(7), max_new_tokens=5_000), siblings=3)
+        )
+        await until_running(client, 3)
+        assert await client.abort("a")
+        assert [turn.stop_reason for turn in await group] == [StopReason.ABORT] * 3
+        assert not await client.abort("a")
+
+
 async def test_the_address_file_names_address_process_and_version(tmp_path):
     repository, old, _ = two_versions()
     async with service(embedded(tmp_path, old), repository, tmp_path) as client:

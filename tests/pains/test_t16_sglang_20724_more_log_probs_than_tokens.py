@@ -12,28 +12,32 @@ import pytest
 from generator_builders import SteppedEngine, prompt_of, random_model, request
 from rollmill.errors import LengthMismatch
 from rollmill.generator.proto import policy_inference_pb2 as pb
-from rollmill.generator.wire import turn_from_message
+from rollmill.generator.wire import turns_from_message
 
 
 def reply(*, tokens: int, logprobs: int, covered: int) -> pb.GenerateReply:
     return pb.GenerateReply(
         request_id="a",
-        output_ids=range(tokens),
-        behavior_logprobs=[-1.0] * logprobs,
-        version_spans=[pb.VersionSpan(start_token=0, end_token=covered, policy_version=7)],
-        stop_reason="stop",
+        samples=[
+            pb.Sample(
+                output_ids=range(tokens),
+                behavior_logprobs=[-1.0] * logprobs,
+                version_spans=[pb.VersionSpan(start_token=0, end_token=covered, policy_version=7)],
+                stop_reason="stop",
+            )
+        ],
     )
 
 
 def test_5_log_probs_for_3_tokens_are_refused_where_the_reply_enters():
     with pytest.raises(LengthMismatch, match="request a: expected 3 entries, got 5") as refused:
-        turn_from_message(reply(tokens=3, logprobs=5, covered=3), prompt_ids=np.array([1]))
+        turns_from_message(reply(tokens=3, logprobs=5, covered=3), prompt_ids=np.array([1]))
     assert (refused.value.expected, refused.value.got) == (3, 5)
 
 
 def test_version_spans_that_do_not_cover_the_tokens_are_refused():
     with pytest.raises(LengthMismatch) as refused:
-        turn_from_message(reply(tokens=3, logprobs=3, covered=2), prompt_ids=np.array([1]))
+        turns_from_message(reply(tokens=3, logprobs=3, covered=2), prompt_ids=np.array([1]))
     assert (refused.value.expected, refused.value.got) == (3, 2)
 
 

@@ -8,17 +8,20 @@ from typing import Any, TypeVar
 import grpc
 import numpy as np
 
-from rollmill.errors import RollmillError
+from rollmill.errors import EngineError, RollmillError
+from rollmill.generator.engines.protocol import OnTokens
 from rollmill.generator.proto import policy_inference_pb2 as pb
 from rollmill.generator.proto import policy_inference_pb2_grpc as pb_grpc
 from rollmill.generator.wire import (
     LoadReport,
     ReplicaStatus,
+    TurnAssembler,
+    chunk_from_message,
     error_from_status,
     report_from_message,
     request_to_message,
     status_from_message,
-    turn_from_message,
+    turns_from_message,
 )
 from rollmill.types import GenerateRequest, Turn
 
@@ -55,8 +58,11 @@ class GeneratorClient:
         )
         self._stub = pb_grpc.PolicyInferenceStub(self._channel)
 
-    async def generate(self, request: GenerateRequest) -> Turn:
+    async def generate(self, request: GenerateRequest, *, on_tokens: OnTokens | None = None) -> Turn:
         """Return the finished turn, or the partial one with `StopReason.ABORT` past the request's deadline.
+
+        Args:
+            on_tokens: hears the tokens as they come.
 
         Raises:
             DataError: if the prompt or its parameters do not fit.
@@ -66,10 +72,45 @@ class GeneratorClient:
         Cancellation:
             cancels the call, which frees the request's KV in the replica.
         """
+        if on_tokens is None:
+            return (await self.generate_group(request, siblings=1))[0]
+        return await self._stream(request, on_tokens=on_tokens)
+
+    async def generate_group(self, request: GenerateRequest, *, siblings: int) -> list[Turn]:
+        """Return one turn for each of several siblings, which share the prefill of their prompt.
+
+        Raises:
+            RollmillError: as `generate`.
+
+        Cancellation:
+            cancels the call, which frees the KV of all of them.
+        """
         reply = await self._call(
-            self._stub.Generate, request_to_message(request), deadline_s=request.deadline_s + self._grace_s
+            self._stub.Generate,
+            request_to_message(request, siblings=siblings),
+            deadline_s=request.deadline_s + self._grace_s,
         )
-        return turn_from_message(reply, prompt_ids=request.prompt_ids)
+        return turns_from_message(reply, prompt_ids=request.prompt_ids, siblings=siblings)
+
+    async def _stream(self, request: GenerateRequest, *, on_tokens: OnTokens) -> Turn:
+        assembler = TurnAssembler(request.request_id, prompt_ids=request.prompt_ids)
+        call = self._stub.GenerateStream(request_to_message(request), timeout=request.deadline_s + self._grace_s)
+        try:
+            async for event in call:
+                if event.HasField("tokens"):
+                    chunk = chunk_from_message(event.tokens)
+                    assembler.add(chunk)
+                    on_tokens(chunk)
+                elif event.HasField("finished"):
+                    return assembler.finish(event.finished)
+        except grpc.aio.AioRpcError as error:
+            raise self._typed(error, asked="GenerateStream") from error
+        finally:
+            call.cancel()
+        raise EngineError(
+            f"the stream of request {request.request_id} from the generator at {self.address} ended without its "
+            "finish; some of its tokens may be lost. Send the request again"
+        )
 
     async def abort(self, request_id: str) -> bool:
         """Abort exactly this request; return whether it was there."""

@@ -16,6 +16,7 @@ from rollmill.generator.engines.fake import FakeEngine
 from rollmill.generator.engines.protocol import Engine, KvPolicy
 from rollmill.generator.loading import Replica
 from rollmill.generator.server import PolicyInferenceServicer, new_server
+from rollmill.generator.service import InferenceService, TextCodec
 from rollmill.weights.protocol import ModelRepository
 
 if TYPE_CHECKING:
@@ -100,6 +101,7 @@ async def serve(
     stop: asyncio.Event,
     load_deadline_s: float,
     stage_weights: bool = True,
+    codec: TextCodec | None = None,
     drain_s: float = 5.0,
     on_serving: Callable[[], None] | None = None,
     clock: Clock | None = None,
@@ -117,6 +119,7 @@ async def serve(
         stop: ends the service.
         load_deadline_s: a weight load that takes longer fails.
         stage_weights: whether new weights are made ready while the old ones serve, where the engine can.
+        codec: of the model's tokenizer; without it only token ids are taken.
         drain_s: time for running requests to finish after `stop`.
         on_serving: called once the address is written; wakes whoever waits for it.
         clock: times of loads; the machine's if `None`.
@@ -139,7 +142,8 @@ async def serve(
     )
     try:
         async with asyncio.TaskGroup() as tasks:
-            servicer = PolicyInferenceServicer(replica, tasks=tasks)
+            service = InferenceService(replica, tasks=tasks, codec=codec)
+            servicer = PolicyInferenceServicer(service)
             server = new_server(servicer)
             port = server.add_insecure_port(f"{host}:0")
             try:
@@ -149,8 +153,8 @@ async def serve(
                 _write_address(Path(address_file), address=f"{host}:{port}", engine=engine)
                 if on_serving is not None:
                     on_serving()
-                await _until_over(stop, servicer.engine_died)
-                await servicer.drain(drain_s, reason="the generator was told to stop")
+                await _until_over(stop, service.engine_died)
+                await service.drain(drain_s, reason="the generator was told to stop")
             finally:
                 await server.stop(grace=1.0)
     except BaseExceptionGroup as group:  # one error as a rule, and the first is the cause of the others
@@ -158,7 +162,7 @@ async def serve(
     finally:
         await engine.close()
         await replica.close()
-    if servicer.engine_died.is_set():
+    if service.engine_died.is_set():
         raise EngineDead(replica.standing.reason)
 
 

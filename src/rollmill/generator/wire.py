@@ -5,7 +5,7 @@ Lengths of parallel arrays are checked here, at the border, because a `Turn` che
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import msgspec
 import numpy as np
@@ -21,13 +21,26 @@ from rollmill.errors import (
     WeightError,
     WeightMismatch,
 )
+from rollmill.generator.engines.sequence import spans_of
 from rollmill.generator.proto import policy_inference_pb2 as pb
 from rollmill.generator.state import ReplicaState
-from rollmill.types import GenerateRequest, SamplingParams, StopReason, Turn, TurnTimings, VersionSpan, Wave
+from rollmill.types import (
+    GenerateRequest,
+    Message,
+    SamplingParams,
+    StopReason,
+    TokenChunk,
+    Turn,
+    TurnTimings,
+    VersionSpan,
+    Wave,
+)
 
 CODE_KEY = "rollmill-code"
 """Trailing metadata: the `code` of our error class, finer than the status."""
 PUBLISHED_KEY, SERVED_KEY = "rollmill-published", "rollmill-served"
+DEFAULT_DEADLINE_S = 120.0
+"""Of a request that names none."""
 
 
 class LoadReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -87,10 +100,13 @@ class ReplicaStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 # -- generate
 
+Prompt = np.ndarray | str | tuple[Message, ...]
+"""Token ids, plain text, or a conversation."""
 
-def request_to_message(request: GenerateRequest) -> pb.GenerateRequest:
+
+def request_to_message(request: GenerateRequest, *, siblings: int = 1) -> pb.GenerateRequest:
     """Return the message of a request."""
-    sampling = request.sampling
+    sampling, wave = request.sampling, request.wave
     return pb.GenerateRequest(
         request_id=request.request_id,
         prompt_ids=request.prompt_ids.tolist(),
@@ -105,32 +121,63 @@ def request_to_message(request: GenerateRequest) -> pb.GenerateRequest:
         group_key=request.group_key,
         deadline_s=request.deadline_s,
         min_policy_version=request.min_policy_version,
-        wave=None
-        if request.wave is None
-        else pb.Wave(wave_id=request.wave.wave_id, size=request.wave.size, index=request.wave.index),
+        wave=None if wave is None else pb.Wave(wave_id=wave.wave_id, size=wave.size, index=wave.index),
+        session_id=request.session_id,
+        job=request.job,
+        siblings=siblings,
     )
 
 
-def request_from_message(message: pb.GenerateRequest) -> GenerateRequest:
-    """Return the request of a message."""
+def prompt_from_message(message: pb.GenerateRequest) -> Prompt:
+    """Return the prompt of a message in the one form it has.
+
+    Raises:
+        DataError: if it has none, or several.
+    """
+    forms: list[tuple[str, Prompt]] = []
+    if message.prompt_ids:
+        forms.append(("prompt_ids", np.array(message.prompt_ids, dtype=np.int64)))
+    if message.HasField("text"):
+        forms.append(("text", message.text))
+    if message.HasField("messages"):
+        forms.append(("messages", tuple(Message(m.role, m.content) for m in message.messages.messages)))
+    if len(forms) == 1:
+        return forms[0][1]
+    have = " and ".join(name for name, _ in forms) or "an empty prompt"
+    raise DataError(
+        f"request {message.request_id} has {have}; give exactly one of prompt_ids, text and messages, and not empty"
+    )
+
+
+def request_from_message(
+    message: pb.GenerateRequest, *, prompt_ids: np.ndarray, stop_token_ids: Sequence[int] = ()
+) -> GenerateRequest:
+    """Return the request of a message.
+
+    Args:
+        prompt_ids: int [prompt_tokens], what the prompt became.
+        stop_token_ids: those that count where the message names none.
+    """
     sampling = message.sampling
     return GenerateRequest(
         request_id=message.request_id,
-        prompt_ids=np.array(message.prompt_ids, dtype=np.int64),
+        prompt_ids=np.asarray(prompt_ids, dtype=np.int64),
         sampling=SamplingParams(
             temperature=_shortest(sampling.temperature),
             top_p=_shortest(sampling.top_p),
             top_k=sampling.top_k,
             max_new_tokens=sampling.max_new_tokens,
             seed=sampling.seed,
-            stop_token_ids=tuple(sampling.stop_token_ids),
+            stop_token_ids=tuple(sampling.stop_token_ids) or tuple(stop_token_ids),
         ),
         group_key=message.group_key,
-        deadline_s=message.deadline_s,
+        deadline_s=message.deadline_s or DEFAULT_DEADLINE_S,
         min_policy_version=message.min_policy_version,
         wave=Wave(wave_id=message.wave.wave_id, size=message.wave.size, index=message.wave.index)
         if message.HasField("wave")
         else None,
+        session_id=message.session_id,
+        job=message.job,
     )
 
 
@@ -139,44 +186,177 @@ def _shortest(value: float) -> float:
     return float(str(np.float32(value)))
 
 
-def turn_to_message(turn: Turn) -> pb.GenerateReply:
-    """Return the message of a turn; the prompt stays with the caller, who has it."""
+def sibling_id(request_id: str, index: int, *, siblings: int) -> str:
+    """Return the id of one sibling's turn: the request's own if it is alone."""
+    return request_id if siblings == 1 else f"{request_id}#{index}"
+
+
+def turns_to_message(
+    turns: Sequence[Turn],
+    *,
+    request_id: str,
+    prompt_ids: np.ndarray | None = None,
+    texts: Sequence[str] | None = None,
+) -> pb.GenerateReply:
+    """Return the reply with one sample for each turn.
+
+    Args:
+        prompt_ids: for a caller who did not give them.
+        texts: of the outputs, where the caller gave text.
+    """
     return pb.GenerateReply(
-        request_id=turn.request_id,
-        output_ids=turn.output_ids.tolist(),
-        behavior_logprobs=turn.behavior_logprobs.tolist(),
-        version_spans=[
-            pb.VersionSpan(start_token=span.start_token, end_token=span.end_token, policy_version=span.policy_version)
-            for span in turn.version_spans
+        request_id=request_id,
+        samples=[
+            pb.Sample(
+                index=index,
+                output_ids=turn.output_ids.tolist(),
+                behavior_logprobs=turn.behavior_logprobs.tolist(),
+                version_spans=[
+                    pb.VersionSpan(start_token=s.start_token, end_token=s.end_token, policy_version=s.policy_version)
+                    for s in turn.version_spans
+                ],
+                stop_reason=turn.stop_reason.value,
+                timings=_timings_to_message(turn.timings),
+                cached_tokens=turn.cached_tokens,
+                text=None if texts is None else texts[index],
+            )
+            for index, turn in enumerate(turns)
         ],
-        stop_reason=turn.stop_reason.value,
-        timings=pb.Timings(
-            queued_s=turn.timings.queued_s, prefill_s=turn.timings.prefill_s, decode_s=turn.timings.decode_s
-        ),
-        cached_tokens=turn.cached_tokens,
+        prompt_ids=None if prompt_ids is None else prompt_ids.tolist(),
     )
 
 
-def turn_from_message(message: pb.GenerateReply, *, prompt_ids: np.ndarray) -> Turn:
-    """Return the turn of a message.
+def turns_from_message(message: pb.GenerateReply, *, prompt_ids: np.ndarray, siblings: int = 1) -> list[Turn]:
+    """Return the turns of a reply, in order of their index.
 
     Raises:
-        LengthMismatch: if log-probs or version spans do not fit the token ids.
+        LengthMismatch: if samples are missing, or log-probs or version spans do not fit the token ids.
     """
-    return Turn(
-        request_id=message.request_id,
-        prompt_ids=np.asarray(prompt_ids, dtype=np.int32),
+    if [sample.index for sample in message.samples] != list(range(siblings)):
+        raise LengthMismatch(
+            what=f"samples of request {message.request_id}", expected=siblings, got=len(message.samples)
+        )
+    return [
+        Turn(
+            request_id=sibling_id(message.request_id, sample.index, siblings=siblings),
+            prompt_ids=np.asarray(prompt_ids, dtype=np.int32),
+            output_ids=np.array(sample.output_ids, dtype=np.int32),
+            behavior_logprobs=np.array(sample.behavior_logprobs, dtype=np.float32),
+            version_spans=tuple(
+                VersionSpan(s.start_token, s.end_token, s.policy_version) for s in sample.version_spans
+            ),
+            stop_reason=StopReason(sample.stop_reason),
+            timings=_timings_from_message(sample.timings),
+            cached_tokens=sample.cached_tokens,
+        )
+        for sample in message.samples
+    ]
+
+
+def chunk_to_message(chunk: TokenChunk, *, request_id: str, index: int) -> pb.GenerateEvent:
+    """Return the event of tokens that were sampled."""
+    return pb.GenerateEvent(
+        request_id=request_id,
+        index=index,
+        tokens=pb.TokenChunk(
+            start_token=chunk.start_token,
+            output_ids=chunk.output_ids.tolist(),
+            behavior_logprobs=chunk.behavior_logprobs.tolist(),
+            policy_version=chunk.policy_version,
+        ),
+    )
+
+
+def chunk_from_message(message: pb.TokenChunk) -> TokenChunk:
+    """Return the tokens of an event.
+
+    Raises:
+        LengthMismatch: if there are more log-probs than tokens, or fewer.
+    """
+    if len(message.output_ids) != len(message.behavior_logprobs):
+        raise LengthMismatch(
+            what="behavior_logprobs of a chunk", expected=len(message.output_ids), got=len(message.behavior_logprobs)
+        )
+    return TokenChunk(
+        start_token=message.start_token,
         output_ids=np.array(message.output_ids, dtype=np.int32),
         behavior_logprobs=np.array(message.behavior_logprobs, dtype=np.float32),
-        version_spans=tuple(
-            VersionSpan(span.start_token, span.end_token, span.policy_version) for span in message.version_spans
-        ),
-        stop_reason=StopReason(message.stop_reason),
-        timings=TurnTimings(
-            queued_s=message.timings.queued_s, prefill_s=message.timings.prefill_s, decode_s=message.timings.decode_s
-        ),
-        cached_tokens=message.cached_tokens,
+        policy_version=message.policy_version,
     )
+
+
+def finished_to_message(turn: Turn, *, request_id: str, index: int, text: str | None = None) -> pb.GenerateEvent:
+    """Return the event of a turn's end."""
+    return pb.GenerateEvent(
+        request_id=request_id,
+        index=index,
+        finished=pb.Finished(
+            output_tokens=len(turn.output_ids),
+            stop_reason=turn.stop_reason.value,
+            timings=_timings_to_message(turn.timings),
+            cached_tokens=turn.cached_tokens,
+            text=text,
+        ),
+    )
+
+
+class TurnAssembler:
+    """Makes a turn out of the chunks of a stream.
+
+    Args:
+        request_id: of the turn.
+        prompt_ids: int [prompt_tokens].
+    """
+
+    def __init__(self, request_id: str, *, prompt_ids: np.ndarray) -> None:
+        self._request_id = request_id
+        self._prompt_ids = np.asarray(prompt_ids, dtype=np.int32)
+        self._chunks: list[TokenChunk] = []
+        self._count = 0
+
+    def add(self, chunk: TokenChunk) -> None:
+        """Take the next tokens.
+
+        Raises:
+            LengthMismatch: if tokens between this chunk and the one before are missing, or come twice.
+        """
+        if chunk.start_token != self._count:
+            raise LengthMismatch(
+                what=f"start of a chunk of request {self._request_id}", expected=self._count, got=chunk.start_token
+            )
+        self._chunks.append(chunk)
+        self._count += len(chunk.output_ids)
+
+    def finish(self, message: pb.Finished) -> Turn:
+        """Return the whole turn.
+
+        Raises:
+            LengthMismatch: if tokens are missing.
+        """
+        if message.output_tokens != self._count:
+            raise LengthMismatch(
+                what=f"streamed tokens of request {self._request_id}", expected=message.output_tokens, got=self._count
+            )
+        chunks = self._chunks
+        versions = [np.full(len(c.output_ids), c.policy_version, dtype=np.int64) for c in chunks]
+        return Turn(
+            request_id=self._request_id,
+            prompt_ids=self._prompt_ids,
+            output_ids=np.concatenate([np.empty(0, np.int32), *(c.output_ids for c in chunks)]),
+            behavior_logprobs=np.concatenate([np.empty(0, np.float32), *(c.behavior_logprobs for c in chunks)]),
+            version_spans=spans_of(np.concatenate([np.empty(0, np.int64), *versions])),
+            stop_reason=StopReason(message.stop_reason),
+            timings=_timings_from_message(message.timings),
+            cached_tokens=message.cached_tokens,
+        )
+
+
+def _timings_to_message(timings: TurnTimings) -> pb.Timings:
+    return pb.Timings(queued_s=timings.queued_s, prefill_s=timings.prefill_s, decode_s=timings.decode_s)
+
+
+def _timings_from_message(message: pb.Timings) -> TurnTimings:
+    return TurnTimings(queued_s=message.queued_s, prefill_s=message.prefill_s, decode_s=message.decode_s)
 
 
 # -- weights and status

@@ -8,7 +8,7 @@ import pytest
 from rollmill.config import RollmillConfig, load_config
 from rollmill.controller.translate import event_of_rollout, scheduler_settings
 from rollmill.errors import ConfigError, RunDirectoryError
-from rollmill.generator.wire import request_from_message, request_to_message
+from rollmill.generator.wire import prompt_from_message, request_from_message, request_to_message
 from rollmill.runtime.threads import process_environment
 from rollmill.scheduling.events import FailureClass, RolloutFailed, RolloutFinished
 from rollmill.telemetry.run_directory import RunDirectory
@@ -93,7 +93,8 @@ def test_the_seed_of_a_rollout_follows_its_place_in_the_data():
 @pytest.mark.parametrize("wave", [None, Wave(wave_id="w000012", size=32, index=0), Wave(wave_id="w1", size=2, index=1)])
 def test_the_place_in_a_wave_crosses_the_wire(wave: Wave | None):
     asked = GenerateRequest(request_id="r", prompt_ids=np.array([1, 2]), sampling=SamplingParams(), wave=wave)
-    assert request_from_message(request_to_message(asked)).wave == wave
+    message = request_to_message(asked)
+    assert request_from_message(message, prompt_ids=prompt_from_message(message)).wave == wave
 
 
 def unscored(reason: str) -> Rollout:

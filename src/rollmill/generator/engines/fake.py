@@ -21,7 +21,7 @@ import numpy as np
 from rollmill.clock import Clock
 from rollmill.errors import DataError, EngineDead, EngineError, WeightError, WeightMismatch
 from rollmill.generator.engines.meter import SecondsMeter
-from rollmill.generator.engines.protocol import EngineInfo, EngineLoad, KvPolicy, PauseMode, UpdateReport
+from rollmill.generator.engines.protocol import EngineInfo, EngineLoad, KvPolicy, OnTokens, PauseMode, UpdateReport
 from rollmill.generator.engines.sequence import Sequence as LiveSequence
 from rollmill.generator.engines.sequence import check_request
 from rollmill.generator.engines.streams import mix, uniforms
@@ -152,6 +152,7 @@ class FakeEngine:
                 "pause_keep",
                 "score",
                 "stage",
+                "streaming",
                 "top_k",
                 "top_p",
                 "version_spans",
@@ -162,7 +163,7 @@ class FakeEngine:
             digest=self._digest,
         )
 
-    async def generate(self, request: GenerateRequest) -> Turn:
+    async def generate(self, request: GenerateRequest, *, on_tokens: OnTokens | None = None) -> Turn:
         """Return the finished or aborted turn, see the engine protocol."""
         check_request(request, vocabulary_size=self._vocabulary_size, max_model_len=self._max_model_len)
         self._refuse(request)
@@ -171,7 +172,7 @@ class FakeEngine:
         if number == self._faults.die_at_request:
             self.kill(RuntimeError(f"told to die at request {number}"))
         self._raise_if_dead()
-        live = self._admit(request)
+        live = self._admit(request, on_tokens=on_tokens)
         try:
             async with asyncio.timeout(request.deadline_s):
                 await self._produce(live, hang=number in self._faults.hang_requests)
@@ -354,9 +355,13 @@ class FakeEngine:
                 f"serves {self._policy_version}; send it to another replica or wait for the next load"
             )
 
-    def _admit(self, request: GenerateRequest) -> _Live:
+    def _admit(self, request: GenerateRequest, *, on_tokens: OnTokens | None) -> _Live:
         sequence = LiveSequence(
-            request, max_model_len=self._max_model_len, now_s=self._clock.now_s(), deliver=_keep_no_result
+            request,
+            max_model_len=self._max_model_len,
+            now_s=self._clock.now_s(),
+            deliver=_keep_no_result,
+            on_tokens=on_tokens,
         )
         live = _Live(sequence, script=self._script(request) if self._script else None)
         self._live[request.request_id] = live

@@ -6,19 +6,21 @@ is a capability flag, never a silent fallback.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Literal, Protocol
 
 import msgspec
 import numpy as np
 
-from rollmill.types import GenerateRequest, Turn
+from rollmill.types import GenerateRequest, TokenChunk, Turn
 
 if TYPE_CHECKING:
     import torch
 
 PauseMode = Literal["keep", "drain", "abort"]
 KvPolicy = Literal["keep", "recompute"]
+OnTokens = Callable[[TokenChunk], None]
+"""Hears tokens as they are sampled: on the caller's event loop, in order, all of them before the turn is returned."""
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -73,8 +75,11 @@ class Engine(Protocol):
         """Return what the engine is and can do."""
         ...
 
-    async def generate(self, request: GenerateRequest) -> Turn:
+    async def generate(self, request: GenerateRequest, *, on_tokens: OnTokens | None = None) -> Turn:
         """Return the finished (or aborted: `StopReason.ABORT`, with the partial tokens) turn.
+
+        Args:
+            on_tokens: hears the tokens as they come; must not raise.
 
         Raises:
             DataError: if the prompt or the sampling parameters do not fit.

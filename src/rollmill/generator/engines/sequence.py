@@ -11,7 +11,8 @@ from collections.abc import Callable
 import numpy as np
 
 from rollmill.errors import DataError
-from rollmill.types import GenerateRequest, StopReason, Turn, TurnTimings, VersionSpan
+from rollmill.generator.engines.protocol import OnTokens
+from rollmill.types import GenerateRequest, StopReason, TokenChunk, Turn, TurnTimings, VersionSpan
 
 Deliver = Callable[[Turn | Exception], None]
 
@@ -32,6 +33,7 @@ class Sequence:
         "deliver",
         "first_token_s",
         "kv_version",
+        "on_tokens",
         "prefill_s",
         "prefill_started_s",
         "prompt",
@@ -39,9 +41,18 @@ class Sequence:
         "request",
     )
 
-    def __init__(self, request: GenerateRequest, *, max_model_len: int, now_s: float, deliver: Deliver) -> None:
+    def __init__(
+        self,
+        request: GenerateRequest,
+        *,
+        max_model_len: int,
+        now_s: float,
+        deliver: Deliver,
+        on_tokens: OnTokens | None = None,
+    ) -> None:
         self.request = request
         self.deliver = deliver
+        self.on_tokens = on_tokens
         self.prompt = np.ascontiguousarray(request.prompt_ids, dtype=np.int64)
         self.prompt_key = self.prompt.tobytes()
         self.capacity = min(request.sampling.max_new_tokens, max_model_len - len(self.prompt))
@@ -77,6 +88,17 @@ class Sequence:
         at = self.count
         self._output[at], self._logprobs[at], self._versions[at] = token, logprob, policy_version
         self.count = at + 1
+        if self.on_tokens is not None:
+            self.on_tokens(self._chunk(at))
+
+    def _chunk(self, start: int) -> TokenChunk:
+        """Return the tokens from `start` on; all of one version."""
+        return TokenChunk(
+            start_token=start,
+            output_ids=self._output[start : self.count].copy(),
+            behavior_logprobs=self._logprobs[start : self.count].copy(),
+            policy_version=int(self._versions[start]),
+        )
 
     def stop_reason(self) -> StopReason | None:
         """Return why the sequence is over, or `None` if it goes on."""

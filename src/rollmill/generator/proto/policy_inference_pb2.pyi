@@ -52,41 +52,117 @@ class Wave(_message.Message):
     index: int
     def __init__(self, wave_id: _Optional[str] = ..., size: _Optional[int] = ..., index: _Optional[int] = ...) -> None: ...
 
+class Message(_message.Message):
+    __slots__ = ("role", "content")
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    CONTENT_FIELD_NUMBER: _ClassVar[int]
+    role: str
+    content: str
+    def __init__(self, role: _Optional[str] = ..., content: _Optional[str] = ...) -> None: ...
+
+class Messages(_message.Message):
+    __slots__ = ("messages",)
+    MESSAGES_FIELD_NUMBER: _ClassVar[int]
+    messages: _containers.RepeatedCompositeFieldContainer[Message]
+    def __init__(self, messages: _Optional[_Iterable[_Union[Message, _Mapping]]] = ...) -> None: ...
+
 class GenerateRequest(_message.Message):
-    __slots__ = ("request_id", "prompt_ids", "sampling", "group_key", "deadline_s", "min_policy_version", "wave")
+    __slots__ = ("request_id", "prompt_ids", "text", "messages", "sampling", "group_key", "deadline_s", "min_policy_version", "wave", "session_id", "siblings", "job")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_IDS_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    MESSAGES_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     GROUP_KEY_FIELD_NUMBER: _ClassVar[int]
     DEADLINE_S_FIELD_NUMBER: _ClassVar[int]
     MIN_POLICY_VERSION_FIELD_NUMBER: _ClassVar[int]
     WAVE_FIELD_NUMBER: _ClassVar[int]
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    SIBLINGS_FIELD_NUMBER: _ClassVar[int]
+    JOB_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     prompt_ids: _containers.RepeatedScalarFieldContainer[int]
+    text: str
+    messages: Messages
     sampling: SamplingParams
     group_key: str
     deadline_s: float
     min_policy_version: int
     wave: Wave
-    def __init__(self, request_id: _Optional[str] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., group_key: _Optional[str] = ..., deadline_s: _Optional[float] = ..., min_policy_version: _Optional[int] = ..., wave: _Optional[_Union[Wave, _Mapping]] = ...) -> None: ...
+    session_id: str
+    siblings: int
+    job: str
+    def __init__(self, request_id: _Optional[str] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., text: _Optional[str] = ..., messages: _Optional[_Union[Messages, _Mapping]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., group_key: _Optional[str] = ..., deadline_s: _Optional[float] = ..., min_policy_version: _Optional[int] = ..., wave: _Optional[_Union[Wave, _Mapping]] = ..., session_id: _Optional[str] = ..., siblings: _Optional[int] = ..., job: _Optional[str] = ...) -> None: ...
 
-class GenerateReply(_message.Message):
-    __slots__ = ("request_id", "output_ids", "behavior_logprobs", "version_spans", "stop_reason", "timings", "cached_tokens")
-    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+class Sample(_message.Message):
+    __slots__ = ("index", "output_ids", "behavior_logprobs", "version_spans", "stop_reason", "timings", "cached_tokens", "text")
+    INDEX_FIELD_NUMBER: _ClassVar[int]
     OUTPUT_IDS_FIELD_NUMBER: _ClassVar[int]
     BEHAVIOR_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     VERSION_SPANS_FIELD_NUMBER: _ClassVar[int]
     STOP_REASON_FIELD_NUMBER: _ClassVar[int]
     TIMINGS_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    request_id: str
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    index: int
     output_ids: _containers.RepeatedScalarFieldContainer[int]
     behavior_logprobs: _containers.RepeatedScalarFieldContainer[float]
     version_spans: _containers.RepeatedCompositeFieldContainer[VersionSpan]
     stop_reason: str
     timings: Timings
     cached_tokens: int
-    def __init__(self, request_id: _Optional[str] = ..., output_ids: _Optional[_Iterable[int]] = ..., behavior_logprobs: _Optional[_Iterable[float]] = ..., version_spans: _Optional[_Iterable[_Union[VersionSpan, _Mapping]]] = ..., stop_reason: _Optional[str] = ..., timings: _Optional[_Union[Timings, _Mapping]] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
+    text: str
+    def __init__(self, index: _Optional[int] = ..., output_ids: _Optional[_Iterable[int]] = ..., behavior_logprobs: _Optional[_Iterable[float]] = ..., version_spans: _Optional[_Iterable[_Union[VersionSpan, _Mapping]]] = ..., stop_reason: _Optional[str] = ..., timings: _Optional[_Union[Timings, _Mapping]] = ..., cached_tokens: _Optional[int] = ..., text: _Optional[str] = ...) -> None: ...
+
+class GenerateReply(_message.Message):
+    __slots__ = ("request_id", "samples", "prompt_ids")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_IDS_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    samples: _containers.RepeatedCompositeFieldContainer[Sample]
+    prompt_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, request_id: _Optional[str] = ..., samples: _Optional[_Iterable[_Union[Sample, _Mapping]]] = ..., prompt_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class TokenChunk(_message.Message):
+    __slots__ = ("start_token", "output_ids", "behavior_logprobs", "policy_version")
+    START_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_IDS_FIELD_NUMBER: _ClassVar[int]
+    BEHAVIOR_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    POLICY_VERSION_FIELD_NUMBER: _ClassVar[int]
+    start_token: int
+    output_ids: _containers.RepeatedScalarFieldContainer[int]
+    behavior_logprobs: _containers.RepeatedScalarFieldContainer[float]
+    policy_version: int
+    def __init__(self, start_token: _Optional[int] = ..., output_ids: _Optional[_Iterable[int]] = ..., behavior_logprobs: _Optional[_Iterable[float]] = ..., policy_version: _Optional[int] = ...) -> None: ...
+
+class Finished(_message.Message):
+    __slots__ = ("output_tokens", "stop_reason", "timings", "cached_tokens", "text")
+    OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    STOP_REASON_FIELD_NUMBER: _ClassVar[int]
+    TIMINGS_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    output_tokens: int
+    stop_reason: str
+    timings: Timings
+    cached_tokens: int
+    text: str
+    def __init__(self, output_tokens: _Optional[int] = ..., stop_reason: _Optional[str] = ..., timings: _Optional[_Union[Timings, _Mapping]] = ..., cached_tokens: _Optional[int] = ..., text: _Optional[str] = ...) -> None: ...
+
+class GenerateEvent(_message.Message):
+    __slots__ = ("request_id", "index", "tokens", "finished", "prompt_ids")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    FINISHED_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_IDS_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    index: int
+    tokens: TokenChunk
+    finished: Finished
+    prompt_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, request_id: _Optional[str] = ..., index: _Optional[int] = ..., tokens: _Optional[_Union[TokenChunk, _Mapping]] = ..., finished: _Optional[_Union[Finished, _Mapping]] = ..., prompt_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class AbortRequest(_message.Message):
     __slots__ = ("request_id",)

@@ -39,6 +39,11 @@ class PolicyInferenceStub:
                 request_serializer=rollmill_dot_generator_dot_proto_dot_policy__inference__pb2.GenerateRequest.SerializeToString,
                 response_deserializer=rollmill_dot_generator_dot_proto_dot_policy__inference__pb2.GenerateReply.FromString,
                 _registered_method=True)
+        self.GenerateStream = channel.unary_stream(
+                '/rollmill.generator.v1.PolicyInference/GenerateStream',
+                request_serializer=rollmill_dot_generator_dot_proto_dot_policy__inference__pb2.GenerateRequest.SerializeToString,
+                response_deserializer=rollmill_dot_generator_dot_proto_dot_policy__inference__pb2.GenerateEvent.FromString,
+                _registered_method=True)
         self.Abort = channel.unary_unary(
                 '/rollmill.generator.v1.PolicyInference/Abort',
                 request_serializer=rollmill_dot_generator_dot_proto_dot_policy__inference__pb2.AbortRequest.SerializeToString,
@@ -70,14 +75,22 @@ class PolicyInferenceServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Generate(self, request, context):
-        """One sample per request. Ends at the client's deadline; cancelling the call frees the KV.
+        """One sample, or as many siblings as asked for, of one prompt. Ends at the request's deadline with what there is then;
+        cancelling the call frees the KV.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GenerateStream(self, request, context):
+        """The same, token by token. The tokens of all events of a sample are those that Generate would have returned.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Abort(self, request, context):
-        """Aborts exactly the named request.
+        """Aborts exactly the named request, with all its siblings.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -117,6 +130,11 @@ def add_PolicyInferenceServicer_to_server(servicer, server):
                     servicer.Generate,
                     request_deserializer=rollmill_dot_generator_dot_proto_dot_policy__inference__pb2.GenerateRequest.FromString,
                     response_serializer=rollmill_dot_generator_dot_proto_dot_policy__inference__pb2.GenerateReply.SerializeToString,
+            ),
+            'GenerateStream': grpc.unary_stream_rpc_method_handler(
+                    servicer.GenerateStream,
+                    request_deserializer=rollmill_dot_generator_dot_proto_dot_policy__inference__pb2.GenerateRequest.FromString,
+                    response_serializer=rollmill_dot_generator_dot_proto_dot_policy__inference__pb2.GenerateEvent.SerializeToString,
             ),
             'Abort': grpc.unary_unary_rpc_method_handler(
                     servicer.Abort,
@@ -171,6 +189,33 @@ class PolicyInference:
             '/rollmill.generator.v1.PolicyInference/Generate',
             rollmill_dot_generator_dot_proto_dot_policy__inference__pb2.GenerateRequest.SerializeToString,
             rollmill_dot_generator_dot_proto_dot_policy__inference__pb2.GenerateReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GenerateStream(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/rollmill.generator.v1.PolicyInference/GenerateStream',
+            rollmill_dot_generator_dot_proto_dot_policy__inference__pb2.GenerateRequest.SerializeToString,
+            rollmill_dot_generator_dot_proto_dot_policy__inference__pb2.GenerateEvent.FromString,
             options,
             channel_credentials,
             insecure,

@@ -32,9 +32,9 @@ from rollmill.generator.engines.embedded.core import EngineCore
 from rollmill.generator.engines.embedded.linears import KernelChoice
 from rollmill.generator.engines.embedded.model import ServedModel
 from rollmill.generator.engines.meter import SecondsMeter
-from rollmill.generator.engines.protocol import EngineInfo, EngineLoad, KvPolicy, PauseMode, UpdateReport
+from rollmill.generator.engines.protocol import EngineInfo, EngineLoad, KvPolicy, OnTokens, PauseMode, UpdateReport
 from rollmill.generator.engines.sequence import Sequence, check_request
-from rollmill.types import GenerateRequest, Turn
+from rollmill.types import GenerateRequest, TokenChunk, Turn
 
 R = TypeVar("R")
 
@@ -53,6 +53,7 @@ CAPABILITIES = (
     "prefix_cache",
     "score",
     "stage",
+    "streaming",
     "top_k",
     "top_p",
     "version_spans",
@@ -146,8 +147,8 @@ class EmbeddedEngine:
             digest=core.digest,
         )
 
-    async def generate(self, request: GenerateRequest) -> Turn:
-        """Return the finished or aborted turn.
+    async def generate(self, request: GenerateRequest, *, on_tokens: OnTokens | None = None) -> Turn:
+        """Return the finished or aborted turn, see the engine protocol.
 
         Raises:
             DataError: if the prompt or its parameters do not fit.
@@ -164,7 +165,13 @@ class EmbeddedEngine:
         def deliver(result: Turn | Exception) -> None:
             self._settle(turn, result)
 
-        sequence = Sequence(request, max_model_len=core.max_model_len, now_s=self._clock.now_s(), deliver=deliver)
+        sequence = Sequence(
+            request,
+            max_model_len=core.max_model_len,
+            now_s=self._clock.now_s(),
+            deliver=deliver,
+            on_tokens=None if on_tokens is None else _on_this_loop(on_tokens),
+        )
 
         def submit() -> None:
             try:
@@ -407,3 +414,14 @@ class EmbeddedEngine:
     def _score_now(self, token_ids: np.ndarray) -> np.ndarray:
         self._meter.switch("weight_load" if self._core.paused else "prefill")  # a canary, or a reader's question
         return self._core.score(token_ids)
+
+
+def _on_this_loop(on_tokens: OnTokens) -> OnTokens:
+    """Return what the worker may call: it hands over to the loop of the caller, in front of the turn itself."""
+    loop = asyncio.get_running_loop()
+
+    def tell(chunk: TokenChunk) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop was closed: nobody listens any more
+            loop.call_soon_threadsafe(on_tokens, chunk)
+
+    return tell

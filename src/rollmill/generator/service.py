@@ -1,0 +1,280 @@
+"""What every face of a replica (gRPC, HTTP) does the same way: siblings, drain, refusals, weights, standing.
+
+| who | waits for | gives up after |
+|---|---|---|
+| caller of `generate` | all its siblings | the request's deadline: the engine returns what there is |
+| caller of `load_weights` | pull, swap, proof | the load deadline |
+| caller of `drain` | requests that run | the deadline in the call; the rest is aborted and counted |
+
+A load goes on if its caller leaves, because half a swap helps nobody. Decides nothing about batching or weights; knows
+no protocol of the wire.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Protocol, TypeVar
+
+import msgspec
+import numpy as np
+
+from rollmill.errors import DataError, EngineDead, EngineError, RollmillError
+from rollmill.generator.engines.streams import mix
+from rollmill.generator.loading import Replica
+from rollmill.generator.state import ReplicaState, move, refusal
+from rollmill.generator.wire import LoadReport, Prompt, ReplicaStatus, sibling_id
+from rollmill.types import GenerateRequest, Message, TokenChunk, Turn
+
+T = TypeVar("T")
+
+
+class Listener(Protocol):
+    """Hears the siblings of a call as they go on, each by its index; must not raise."""
+
+    def tokens(self, index: int, chunk: TokenChunk) -> None:
+        """Hear the next tokens of a sibling."""
+        ...
+
+    def finished(self, index: int, turn: Turn) -> None:
+        """Hear the end of a sibling, after its tokens."""
+        ...
+
+
+class TextCodec(Protocol):
+    """Text and messages to ids and back, for the model that is served."""
+
+    @property
+    def stop_token_ids(self) -> tuple[int, ...]:
+        """Ids that end a reply, ascending."""
+        ...
+
+    def render(self, messages: Sequence[Message]) -> np.ndarray:
+        """Return int32 [prompt_tokens] of a conversation, ready for the next reply."""
+        ...
+
+    def encode(self, text: str) -> np.ndarray:
+        """Return int32 [tokens] of plain text, without a template."""
+        ...
+
+    def decode(self, ids: np.ndarray | Sequence[int]) -> str:
+        """Return the text of ids, without special tokens."""
+        ...
+
+
+class InferenceService:
+    """One replica, as its faces see it.
+
+    Args:
+        replica: the engine, its standing and its loader.
+        tasks: owns loads that outlive their call.
+        codec: of the model's tokenizer; without it only token ids are taken.
+
+    Attributes:
+        engine_died: set by the first call that finds the engine dead.
+        on_standing: called after everything that may have changed the replica's standing.
+    """
+
+    def __init__(self, replica: Replica, *, tasks: asyncio.TaskGroup, codec: TextCodec | None = None) -> None:
+        self.replica = replica
+        self.codec = codec
+        self.engine_died = asyncio.Event()
+        self.on_standing: Callable[[], Awaitable[None]] | None = None
+        self._tasks = tasks
+        self._siblings: dict[str, tuple[str, ...]] = {}
+        self._active = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    def encode(self, prompt: Prompt) -> np.ndarray:
+        """Return int [prompt_tokens] of a prompt in any form.
+
+        Raises:
+            DataError: if it is no token ids and this replica has no tokenizer, or the chat template refuses it.
+        """
+        if isinstance(prompt, np.ndarray):
+            return prompt
+        if self.codec is None:
+            raise DataError(
+                "this replica serves a model without a tokenizer, so it takes token ids only; serve a prepared model, "
+                "or send prompt_ids"
+            )
+        return self.codec.encode(prompt) if isinstance(prompt, str) else self.codec.render(prompt)
+
+    async def generate(
+        self, request: GenerateRequest, *, siblings: int = 1, listener: Listener | None = None
+    ) -> list[Turn]:
+        """Return one turn for each sibling, in order of their index.
+
+        Siblings share the prefill of their prompt. The first one has the request's seed, and the others seeds that
+        follow from it.
+
+        Args:
+            request: its id names all siblings: `abort` ends them together.
+            listener: hears tokens as they come.
+
+        Raises:
+            EngineError: if the replica refuses (dirty, draining, too old) or the id is in use.
+            DataError: if prompt or parameters do not fit.
+
+        Cancellation:
+            aborts all siblings and frees their KV.
+        """
+        if (why := refusal(self.replica.standing, to_generate=True)) is not None:
+            raise EngineError(f"request {request.request_id} refused: {why}")
+        if request.request_id in self._siblings:
+            raise EngineError(f"request id {request.request_id} is in use; ids must be unique while a request lives")
+        parts = sibling_requests(request, siblings=siblings)
+        self._siblings[request.request_id] = tuple(part.request_id for part in parts)
+        self._active += 1
+        self._idle.clear()
+        try:
+            return await self._run(parts, listener=listener)
+        finally:
+            del self._siblings[request.request_id]
+            self._active -= 1
+            if not self._active:
+                self._idle.set()
+
+    async def _run(self, parts: list[GenerateRequest], *, listener: Listener | None) -> list[Turn]:
+        if len(parts) == 1:
+            return [await self._run_one(0, parts[0], listener=listener)]
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                turns = [
+                    tasks.create_task(self._run_one(index, part, listener=listener), name=part.request_id)
+                    for index, part in enumerate(parts)
+                ]
+        except BaseExceptionGroup as group:  # the others were cancelled because of the first
+            raise group.exceptions[0] from group
+        return [turn.result() for turn in turns]
+
+    async def _run_one(self, index: int, request: GenerateRequest, *, listener: Listener | None) -> Turn:
+        if listener is None:
+            return await self.replica.engine.generate(request)
+        turn = await self.replica.engine.generate(request, on_tokens=functools.partial(listener.tokens, index))
+        listener.finished(index, turn)
+        return turn
+
+    async def abort(self, request_id: str) -> bool:
+        """Abort exactly this request with all its siblings; return whether it was there."""
+        parts = self._siblings.get(request_id, ())
+        return any([await self.replica.engine.abort(part) for part in parts])
+
+    async def score(self, token_ids: np.ndarray) -> tuple[np.ndarray, int]:
+        """Return float32 [n - 1] log-probs under temperature 1, and the policy version that gave them.
+
+        Raises:
+            EngineError: if the weights were swapped meanwhile.
+            DataError: if the ids do not fit.
+        """
+        engine = self.replica.engine
+        version = engine.info().policy_version
+        logprobs = await engine.score(token_ids)
+        if engine.info().policy_version != version:
+            raise EngineError("the weights were swapped while these tokens were scored; score them again")
+        return logprobs, version
+
+    async def load_weights(self, policy_version: int) -> LoadReport:
+        """Serve another version; see `Replica.load` for the errors.
+
+        Cancellation:
+            the load goes on.
+        """
+        load = self._tasks.create_task(self._load(policy_version), name=f"load {policy_version}")
+        result = await asyncio.shield(load)
+        if isinstance(result, RollmillError):
+            raise result
+        return result
+
+    async def _load(self, policy_version: int) -> LoadReport | RollmillError:
+        """Load; an error is a value here, so that it reaches its caller and not the task group."""
+        try:
+            return await self.replica.load(policy_version)
+        except RollmillError as error:
+            return error
+        finally:
+            await self.publish_standing()
+
+    async def drain(self, deadline_s: float, *, reason: str) -> int:
+        """Take nothing new, wait for what runs, abort the rest; return how many were aborted."""
+        replica = self.replica
+        if replica.standing.state is not ReplicaState.DEAD:
+            replica.standing = move(replica.standing, ReplicaState.DRAINING, reason=reason)
+        await self.publish_standing()
+        try:
+            async with asyncio.timeout(deadline_s):
+                await self._idle.wait()
+        except TimeoutError:
+            unfinished = self._active
+            if replica.standing.state is not ReplicaState.DEAD:
+                await replica.engine.pause("abort")
+            return unfinished
+        return 0
+
+    async def publish_standing(self) -> None:
+        """Tell whoever shows the replica's standing that it may have changed."""
+        if self.on_standing is not None:
+            await self.on_standing()
+
+    async def take_note(self, error: RollmillError) -> None:
+        """Let the replica leave the rotation if this error of a call says that the engine is gone or unsound."""
+        self.replica.take_note(error)
+        await self.publish_standing()
+        if isinstance(error, EngineDead):
+            self.engine_died.set()
+
+    def status(self) -> ReplicaStatus:
+        """Return standing, weights and load."""
+        engine, standing = self.replica.engine, self.replica.standing
+        info, load = engine.info(), engine.load()
+        return ReplicaStatus(
+            state=standing.state,
+            reason=standing.reason,
+            policy_version=info.policy_version,
+            digest=info.digest,
+            running=load.running,
+            waiting=load.waiting,
+            kv_used_tokens=load.kv_used_tokens,
+            kv_capacity_tokens=load.kv_capacity_tokens,
+            output_tokens=load.output_tokens,
+            prefill_tokens=load.prefill_tokens,
+            cached_tokens=load.cached_tokens,
+            wall_s=load.wall_s,
+            seconds=load.seconds,
+            max_slots=info.max_slots,
+            max_model_len=info.max_model_len,
+            dtype=info.dtype,
+        )
+
+
+def sibling_requests(request: GenerateRequest, *, siblings: int) -> list[GenerateRequest]:
+    """Return the engine's requests of one call: the request itself if it is alone.
+
+    Example:
+        >>> asked = GenerateRequest(request_id="a", prompt_ids=np.array([1]), sampling=SamplingParams(seed=7))
+        >>> [(part.request_id, part.group_key) for part in sibling_requests(asked, siblings=2)]
+        [('a#0', 'a'), ('a#1', 'a')]
+        >>> sibling_requests(asked, siblings=1) == [asked]
+        True
+    """
+    if siblings == 1:
+        return [request]
+    return [
+        msgspec.structs.replace(
+            request,
+            request_id=sibling_id(request.request_id, index, siblings=siblings),
+            group_key=request.group_key or request.request_id,
+            sampling=msgspec.structs.replace(request.sampling, seed=sibling_seed(request.sampling.seed, index)),
+        )
+        for index in range(siblings)
+    ]
+
+
+def sibling_seed(seed: int, index: int) -> int:
+    """Return the seed of one sibling's own stream: the request's for the first, and unrelated ones for the others."""
+    if index == 0:
+        return seed
+    with np.errstate(over="ignore"):
+        return int(mix(np.array([seed], dtype=np.uint64) ^ mix(np.array([index], dtype=np.uint64)))[0])
