@@ -71,7 +71,7 @@ def embedded(
     clock: Clock | None = None,
     **changes: Any,
 ) -> EmbeddedEngine:
-    settings = {"dtype": "float32", "max_slots": 8, "max_model_len": MAX_LEN, **changes}
+    settings = {"dtype": "float32", "max_num_seqs": 8, "max_model_len": MAX_LEN, **changes}
     return EmbeddedEngine(
         save_config(folder, model.config),
         tensors=tensors_of(model),
@@ -90,7 +90,7 @@ class SteppedEngine:
         folder: Path,
         model: Any,
         *,
-        max_slots: int = 8,
+        max_num_seqs: int = 8,
         prefill_tokens: int = 512,
         dtype: str = "float32",
         kernels: KernelChoice = "auto",
@@ -107,7 +107,7 @@ class SteppedEngine:
             served,
             policy_version=1,
             digest="digest-1",
-            max_slots=max_slots,
+            max_num_seqs=max_num_seqs,
             max_model_len=MAX_LEN,
             prefill_tokens=prefill_tokens,
             clock=self.clock,

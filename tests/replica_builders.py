@@ -29,7 +29,7 @@ def two_models() -> tuple[Any, Any]:
 
 def fake_engine(repository: MemoryRepository, *, faults: FakeFaults | None = None, **changes: Any) -> FakeEngine:
     """A fake that serves version 1 of a repository."""
-    settings = {"max_slots": 8, "max_model_len": MAX_LEN, **changes}
+    settings = {"max_num_seqs": 8, "max_model_len": MAX_LEN, **changes}
     return FakeEngine(clock=SystemClock(), digest=repository.manifest(1).digest, faults=faults, **settings)
 
 

@@ -51,7 +51,7 @@ def new_core(kernels: Any, *, path: Path, slots: int) -> EngineCore:
         model,
         policy_version=1,
         digest="benchmark",
-        max_slots=slots,
+        max_num_seqs=slots,
         max_model_len=128,
         prefill_tokens=512,
         clock=clock,

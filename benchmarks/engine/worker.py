@@ -71,7 +71,7 @@ def rollmill_engine(path: str, *, dtype: str, threads: int) -> tuple[Generate, s
         tensors=load_file(os.path.join(path, "model.safetensors")),
         policy_version=1,
         digest="benchmark",
-        max_slots=64,
+        max_num_seqs=64,
         max_model_len=128,
         clock=SystemClock(),
     )

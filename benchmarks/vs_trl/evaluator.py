@@ -45,7 +45,7 @@ class Evaluator:
             self.model_path,
             dtype="float32",
             threads=len(os.sched_getaffinity(0)),
-            max_slots=SLOTS,
+            max_num_seqs=SLOTS,
             max_model_len=self._config.generator.max_model_len,
             tensors=load_file(self.model_path / "model.safetensors"),
             policy_version=0,

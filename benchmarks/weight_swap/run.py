@@ -134,7 +134,7 @@ async def measure(
         tensors=repository.load(1),
         policy_version=1,
         digest=manifest.digest,
-        max_slots=8,
+        max_num_seqs=8,
         max_model_len=256,
         clock=SystemClock(),
     )

@@ -123,7 +123,7 @@ class FakeSubject(Subject):
 @pytest.fixture(params=["embedded", "fake"])
 async def subject(request, tmp_path) -> AsyncIterator[Subject]:
     if request.param == "fake":
-        fake = FakeEngine(clock=SystemClock(), digest="digest-1", max_slots=8, max_model_len=MAX_LEN)
+        fake = FakeEngine(clock=SystemClock(), digest="digest-1", max_num_seqs=8, max_model_len=MAX_LEN)
         yield FakeSubject(fake, kill=lambda: fake.kill(RuntimeError("pulled the plug")))
         await fake.close()
         return

@@ -29,7 +29,7 @@ def write_deterministic(folder: Path, name: str, *, steps: int) -> Path:
             folder,
             run={"name": name, "steps": steps, "seed": 3, "deterministic": True},
             # Fewer slots than a wave has rollouts: who waits for whom must not depend on timing either.
-            generator={"max_slots": 6, "kernels": "torch"},
+            generator={"max_num_seqs": 6, "kernels": "torch"},
             trainer={"checkpoint_every_steps": 2, "keep_checkpoints": 100},
             schedule={"max_staleness": 0},
         )

@@ -141,7 +141,7 @@ async def test_the_address_file_names_address_process_and_version(tmp_path):
         status = await client.status()
     assert record.keys() == {"address", "pid", "policy_version"}
     assert (record["policy_version"], status.policy_version, status.digest) == (1, 1, "digest-1")
-    assert (status.state, status.max_slots, status.max_model_len) == (ReplicaState.SERVING, 8, MAX_LEN)
+    assert (status.state, status.max_num_seqs, status.max_model_len) == (ReplicaState.SERVING, 8, MAX_LEN)
     assert sum(status.seconds.values()) == pytest.approx(status.wall_s)
 
 
@@ -182,7 +182,7 @@ async def test_an_engine_built_from_a_publication_follows_the_repository_of_a_ru
         engine = build_engine(
             save_config(tmp_path / "model", old.config),
             dtype="float32",
-            max_slots=4,
+            max_num_seqs=4,
             max_model_len=MAX_LEN,
             tensors=repository.load(1),
             policy_version=1,
@@ -210,7 +210,7 @@ async def test_the_fake_engine_is_built_with_the_models_vocabulary_and_claims_no
     engine = build_engine(
         save_config(tmp_path, old.config),
         kind="fake",
-        max_slots=4,
+        max_num_seqs=4,
         max_model_len=MAX_LEN,
         tensors={},
         policy_version=1,

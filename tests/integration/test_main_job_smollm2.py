@@ -18,7 +18,7 @@ SMALLER = {
     "environment.heldout_size": 8,
     "schedule.batch_groups": 2,
     "schedule.group_size": 6,
-    "generator.max_slots": 32,
+    "generator.max_num_seqs": 32,
 }
 
 

@@ -112,7 +112,7 @@ class Setting:
         self.engine = FakeEngine(
             clock=SystemClock(),
             vocabulary_size=64,
-            max_slots=4,
+            max_num_seqs=4,
             faults=faults,
             policy_version=served,
             digest=self.repository.manifest(served).digest,

@@ -171,7 +171,7 @@ async def test_the_engines_logprobs_are_the_trainers_under_equal_weights(model_p
         tensors=trainer.named_tensors(),
         policy_version=1,
         digest="d",
-        max_slots=8,
+        max_num_seqs=8,
         max_model_len=64,
         clock=SystemClock(),
     )

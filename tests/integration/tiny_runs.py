@@ -25,7 +25,7 @@ SECTIONS: dict[str, dict[str, Any]] = {
     "model": {"source": "tiny-llama"},
     "environment": {"pool_size": 400, "heldout_size": 16, "scorer": "rollmill.testing.scorers:coin"},
     "sampling": {"max_new_tokens": 12},
-    "generator": {"max_slots": 16, "max_model_len": 256, "dtype": "float32"},
+    "generator": {"max_num_seqs": 16, "max_model_len": 256, "dtype": "float32"},
     "trainer": {"learning_rate": 1e-3, "checkpoint_every_steps": 4, "dtype": "float32"},
     "evaluation": {},
     "schedule": {"batch_groups": 2, "group_size": 4, "max_staleness": 2, "window_groups": 4},

@@ -23,11 +23,11 @@ SIX = [f"r{number}" for number in range(6)]
 
 async def test_six_requests_in_flight_survive_a_version_change_with_the_tokens_they_would_have_had():
     repository = repository_of(*two_models())
-    undisturbed = fake_engine(repository, max_slots=32)
+    undisturbed = fake_engine(repository, max_num_seqs=32)
     expected = await in_flight(undisturbed, SIX)
     await undisturbed.resume()
 
-    engine = fake_engine(repository, max_slots=32)
+    engine = fake_engine(repository, max_num_seqs=32)
     resumed = CountsAtResume(engine)
     replica = await started(resumed, repository)  # type: ignore[arg-type]
     running = await in_flight(engine, SIX)
@@ -77,7 +77,7 @@ def test_with_equal_weights_a_pause_costs_no_token_and_changes_none(tmp_path, kv
 
 
 def test_in_flight_is_back_at_the_cap_within_a_step(tmp_path):
-    engine = SteppedEngine(tmp_path, MODEL, max_slots=32)
+    engine = SteppedEngine(tmp_path, MODEL, max_num_seqs=32)
     for number in range(40):
         engine.submit(request(f"r{number}", prompt_of(4, seed=number), max_new_tokens=30, seed=number))
     engine.steps(3)

@@ -167,7 +167,7 @@ class World:
         engine = FakeEngine(
             clock=self.clock,
             vocabulary_size=self.tokenizer.vocabulary_size,
-            max_slots=8,
+            max_num_seqs=8,
             latency=FakeLatency(step_s=self.token_s),
             faults=faults,
             digest=digest,

@@ -49,7 +49,7 @@ class FakeEvaluator:
         engine = FakeEngine(
             clock=self.world.clock,
             vocabulary_size=self.world.tokenizer.vocabulary_size,
-            max_slots=2,
+            max_num_seqs=2,
             latency=FakeLatency(step_s=TOKEN_S),
             digest=due.digest,
             policy_version=due.policy_version,

@@ -229,18 +229,18 @@ RULES: tuple[Rule, ...] = (_sampling, _lengths, _groups, _deadlines, _algorithm,
 
 def _slots(config: RollmillConfig) -> Iterator[str]:
     generator, schedule = config.generator, config.schedule
-    slots = generator.replicas * generator.max_slots
+    slots = generator.replicas * generator.max_num_seqs
     members = schedule.group_size + schedule.member_oversampling
-    if generator.max_slots < members:
+    if generator.max_num_seqs < members:
         yield (
-            f"generator.max_slots is {generator.max_slots} and a group has {members} siblings: one group never runs "
-            f"at once on a replica. Raise generator.max_slots to {members} or more."
+            f"generator.max_num_seqs is {generator.max_num_seqs} and a group has {members} siblings: one group never "
+            f"runs at once on a replica. Raise generator.max_num_seqs to {members} or more."
         )
     ceiling = int((schedule.max_staleness + 1) * schedule.batch_groups * schedule.group_oversampling) * members
     if slots > ceiling:
         yield (
             f"{slots} slots, but at most {ceiling} rollouts may be promised: "
-            f"{slots - ceiling} slots stay empty. Lower generator.max_slots or raise schedule.max_staleness."
+            f"{slots - ceiling} slots stay empty. Lower generator.max_num_seqs or raise schedule.max_staleness."
         )
     if schedule.member_oversampling > schedule.group_size:
         yield (

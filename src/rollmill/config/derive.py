@@ -140,7 +140,7 @@ def derive(config: RollmillConfig, *, facts: Any = None) -> Derived:
         members_per_group=schedule.group_size + schedule.member_oversampling,
         stock_ceiling_rollouts=int((schedule.max_staleness + 1) * schedule.batch_groups * schedule.group_oversampling)
         * schedule.group_size,
-        slots=config.generator.replicas * config.generator.max_slots,
+        slots=config.generator.replicas * config.generator.max_num_seqs,
         tokens_per_step_at_most=_output_tokens(config),
         packed_tokens_per_step_at_most=_packed_tokens(config),
         kv_bytes_per_replica=None if model is None else _kv_bytes(config, model=model),
@@ -249,7 +249,7 @@ def _packed_tokens(config: RollmillConfig) -> int:
 
 def _kv_bytes(config: RollmillConfig, *, model: ModelFacts) -> int:
     per_token = model.kv_bytes_per_token(dtype_bytes=serving_bytes(config))
-    return config.generator.max_slots * config.generator.max_model_len * per_token
+    return config.generator.max_num_seqs * config.generator.max_model_len * per_token
 
 
 def _memory(config: RollmillConfig, *, model: ModelFacts) -> tuple[Memory, ...]:
@@ -275,7 +275,7 @@ def _generator_parts(config: RollmillConfig, *, model: ModelFacts, staged: bool)
         **weights,
         **({"spare_weights": sum(weights.values())} if staged else {}),
         "kv": _kv_bytes(config, model=model),
-        "logits": 2 * config.generator.max_slots * model.vocabulary_size * BYTES_OF["float32"],
+        "logits": 2 * config.generator.max_num_seqs * model.vocabulary_size * BYTES_OF["float32"],
     }
 
 

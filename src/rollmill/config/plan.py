@@ -242,8 +242,8 @@ def _refuse_memory(derived: Derived, *, total: int, memory_bytes: int, transport
 
 def _remedies(names: list[str]) -> str:
     moves = {
-        "kv": "lower generator.max_slots or generator.max_model_len",
-        "logits": "lower trainer.micro_batch_tokens or generator.max_slots",
+        "kv": "lower generator.max_num_seqs or generator.max_model_len",
+        "logits": "lower trainer.micro_batch_tokens or generator.max_num_seqs",
         "activations": "lower trainer.micro_batch_tokens",
         "memory": 'set weights.transport to "file" or lower weights.keep_versions',
         "reference": "set algorithm.kl_coefficient to 0",

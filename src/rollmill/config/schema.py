@@ -153,7 +153,7 @@ class GeneratorSettings(Section):
     kernels: Literal["auto", "native", "torch"] = knob("auto")
     """What multiplies with the weights: `native` insists on the kernels that are compiled at the first use (x86-64 with
     AVX2 and a C compiler), `auto` takes them where they can be used, `torch` never."""
-    max_slots: int = knob(
+    max_num_seqs: int = knob(
         48, unit="sequences", raising="larger batches, more KV memory", lowering="less memory, lower throughput", ge=1
     )
     """Sequences decoded at once."""

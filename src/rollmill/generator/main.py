@@ -34,7 +34,7 @@ def build_engine(
     dtype: str = "auto",
     kernels: Literal["auto", "native", "torch"] = "auto",
     threads: int = 1,
-    max_slots: int,
+    max_num_seqs: int,
     max_model_len: int,
     tensors: Mapping[str, torch.Tensor],
     policy_version: int,
@@ -50,7 +50,7 @@ def build_engine(
         dtype: `auto`, `float32` or `bfloat16`.
         kernels: whether compiled kernels multiply with the weights: `auto`, `native` or `torch`.
         threads: torch threads of this process.
-        max_slots: sequences decoded at once.
+        max_num_seqs: sequences decoded at once.
         max_model_len: longest prompt plus output, tokens.
         tensors: the first weights.
         policy_version: their publication number.
@@ -67,7 +67,7 @@ def build_engine(
         return FakeEngine(
             clock=clock,
             vocabulary_size=_vocabulary_size(path),
-            max_slots=max_slots,
+            max_num_seqs=max_num_seqs,
             max_model_len=max_model_len,
             policy_version=policy_version,
             digest=digest,
@@ -84,7 +84,7 @@ def build_engine(
         tensors=tensors,
         policy_version=policy_version,
         digest=digest,
-        max_slots=max_slots,
+        max_num_seqs=max_num_seqs,
         max_model_len=max_model_len,
         clock=clock,
         model=model,

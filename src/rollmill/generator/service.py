@@ -243,7 +243,7 @@ class InferenceService:
             cached_tokens=load.cached_tokens,
             wall_s=load.wall_s,
             seconds=load.seconds,
-            max_slots=info.max_slots,
+            max_num_seqs=info.max_num_seqs,
             max_model_len=info.max_model_len,
             dtype=info.dtype,
         )

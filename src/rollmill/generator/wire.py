@@ -93,7 +93,7 @@ class ReplicaStatus(msgspec.Struct, frozen=True, kw_only=True):
     cached_tokens: int
     wall_s: float
     seconds: dict[str, float]
-    max_slots: int
+    max_num_seqs: int
     max_model_len: int
     dtype: str
 

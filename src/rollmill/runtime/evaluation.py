@@ -45,7 +45,7 @@ async def _evaluate(source: str, *, config: RollmillConfig) -> dict[str, Any]:
         dtype=config.generator.dtype,
         kernels=config.generator.kernels,
         threads=config.generator.threads,
-        max_slots=config.generator.max_slots,
+        max_num_seqs=config.generator.max_num_seqs,
         max_model_len=config.generator.max_model_len,
         tensors={name: parameter.detach() for name, parameter in load_policy(path).named_parameters()},
         policy_version=0,
@@ -87,6 +87,6 @@ async def run_evaluation(
         temperature=settings.temperature,
         max_new_tokens=settings.max_new_tokens or config.sampling.max_new_tokens,
         deadline_s=settings.deadline_s,
-        concurrency=config.generator.max_slots * (replicas or config.generator.replicas),
+        concurrency=config.generator.max_num_seqs * (replicas or config.generator.replicas),
         label=label,
     )

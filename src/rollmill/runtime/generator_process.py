@@ -71,7 +71,7 @@ def run_generator(context: ProcessContext) -> None:
         dtype=config.generator.dtype,
         kernels=config.generator.kernels,
         threads=config.generator.threads,
-        max_slots=config.generator.max_slots,
+        max_num_seqs=config.generator.max_num_seqs,
         max_model_len=config.generator.max_model_len,
         tensors=tensors,
         policy_version=manifest.policy_version,

@@ -375,7 +375,7 @@ class ReplicaWatch:
             ReplicaJoined(
                 at_s=self._clock.now_s(),
                 replica_id=name,
-                slots=status.max_slots,
+                slots=status.max_num_seqs,
                 policy_version=status.policy_version,
             )
         )

@@ -60,7 +60,7 @@ def _waiting_trainer(summary: Mapping[str, Any]) -> Iterator[_Advice]:
         yield _Advice(
             weight=waited,
             direction="raise",
-            setting="generator.max_slots",
+            setting="generator.max_num_seqs",
             because=f"{because} and the generator was busy: larger decode batches give more tokens per second",
         )
 

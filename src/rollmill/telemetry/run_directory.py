@@ -71,7 +71,7 @@ RESUMABLE: frozenset[str] = frozenset(
         "generator.replicas",
         "generator.threads",
         "generator.kernels",
-        "generator.max_slots",
+        "generator.max_num_seqs",
         "trainer.threads",
         # What is measured.
         "evaluation.at_start",
@@ -82,7 +82,7 @@ RESUMABLE: frozenset[str] = frozenset(
 """Settings that may differ when a run is resumed: none of them changes what is learned from a sample."""
 
 FIXED_IF_DETERMINISTIC: frozenset[str] = frozenset(
-    {"generator.threads", "generator.kernels", "generator.max_slots", "trainer.threads"}
+    {"generator.threads", "generator.kernels", "generator.max_num_seqs", "trainer.threads"}
 )
 """Of those, the settings that change how arithmetic is rounded: fixed where bits must not change."""
 

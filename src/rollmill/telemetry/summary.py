@@ -76,7 +76,7 @@ def build_summary(
         bound_by: what bounded the run for most of its time.
         bound_seconds: bound -> seconds.
         resume: command that goes on with the run; `None` where there is nothing to go on with.
-        settings: resolved values by key that the advice may quote, for example `{"generator.max_slots": 48}`.
+        settings: resolved values by key that the advice may quote, for example `{"generator.max_num_seqs": 48}`.
         extra: further keys for the document; they may not repeat one.
 
     Raises:

@@ -95,9 +95,9 @@ def test_the_nearest_valid_values_pass(overrides):
 @pytest.mark.parametrize(
     ("overrides", "part"),
     [
-        (["generator.max_slots=4"], "a group has 8 siblings"),
+        (["generator.max_num_seqs=4"], "a group has 8 siblings"),
         # (1 + 1) x 4 x 8 = 64 rollouts may be promised; 80 slots leave 16 empty.
-        (["generator.max_slots=80", "schedule.max_staleness=1"], "16 slots stay empty"),
+        (["generator.max_num_seqs=80", "schedule.max_staleness=1"], "16 slots stay empty"),
         (["algorithm.correction=none", "algorithm.correction_cap=3"], "correction_cap has no effect"),
         (["algorithm.clip_high=0.28"], 'clip_high has no effect while algorithm.correction is "clipped_is"'),
         (["algorithm.advantage=rloo", "algorithm.advantage_eps=0.1"], "advantage_eps has no effect"),

@@ -36,7 +36,7 @@ def test_oversampling_widens_groups_and_ceiling():
 
 
 def test_kv_bytes_are_two_per_layer_head_and_width():
-    config = load_config(None, overrides=["generator.dtype=float32", "generator.max_slots=8"]).config
+    config = load_config(None, overrides=["generator.dtype=float32", "generator.max_num_seqs=8"]).config
     # per token 2 x 2 layers x 2 heads x 16 wide x 4 bytes = 512; 8 slots x 256 tokens x 512 = 1,048,576
     assert TINY.kv_bytes_per_token(dtype_bytes=4) == 512
     assert derive(config, facts=TINY).kv_bytes_per_replica == 1_048_576

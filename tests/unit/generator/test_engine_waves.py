@@ -17,7 +17,7 @@ SYSTEM = prompt_of(10, seed=50)
 
 @pytest.fixture
 def engine(tmp_path) -> SteppedEngine:
-    return SteppedEngine(tmp_path, MODEL, max_slots=6)
+    return SteppedEngine(tmp_path, MODEL, max_num_seqs=6)
 
 
 def wave(wave_id: str = "w1", *, groups: int = 3, siblings: int = 3, deadline_s: float = 60.0) -> list[GenerateRequest]:
@@ -68,13 +68,13 @@ def test_a_wave_runs_in_its_own_order_whatever_order_it_came_in(engine):
 
 def test_the_bits_of_a_wave_do_not_depend_on_what_ran_before_or_came_meanwhile(tmp_path):
     (tmp_path / "a").mkdir()
-    alone = SteppedEngine(tmp_path / "a", MODEL, max_slots=6)
+    alone = SteppedEngine(tmp_path / "a", MODEL, max_num_seqs=6)
     for one in wave():
         alone.submit(one)
     alone.finish()
 
     (tmp_path / "b").mkdir()
-    busy = SteppedEngine(tmp_path / "b", MODEL, max_slots=6)
+    busy = SteppedEngine(tmp_path / "b", MODEL, max_num_seqs=6)
     # Another wave and single requests fill slots, stale KV and the prefix cache, with prompts that the wave shares.
     for number in range(4):
         busy.submit(
@@ -133,12 +133,12 @@ def test_two_waves_run_one_after_the_other(engine):
 
 def test_a_wave_after_newer_weights_has_the_bits_of_a_fresh_engine(tmp_path):
     (tmp_path / "a").mkdir()
-    fresh = SteppedEngine(tmp_path / "a", NEWER, max_slots=6)
+    fresh = SteppedEngine(tmp_path / "a", NEWER, max_num_seqs=6)
     for one in wave("w2"):
         fresh.submit(one)
     fresh.finish()
     (tmp_path / "b").mkdir()
-    engine = SteppedEngine(tmp_path / "b", MODEL, max_slots=6)
+    engine = SteppedEngine(tmp_path / "b", MODEL, max_num_seqs=6)
     for one in wave("w1"):
         engine.submit(one)
     engine.finish()

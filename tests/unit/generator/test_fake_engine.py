@@ -45,7 +45,7 @@ def test_latency_grows_with_the_batch_and_the_prompt():
 
 def test_requests_wait_for_a_slot_in_order():
     clock = VirtualClock()
-    engine = FakeEngine(clock=clock, max_slots=1, latency=FakeLatency(step_s=1.0))
+    engine = FakeEngine(clock=clock, max_num_seqs=1, latency=FakeLatency(step_s=1.0))
 
     async def three():
         turns = await asyncio.gather(*(engine.generate(request(name)) for name in "abc"))

@@ -109,7 +109,7 @@ def test_a_status_comes_back_equal():
         cached_tokens=7,
         wall_s=8.5,
         seconds={"decode": 8.0, "idle": 0.5},
-        max_slots=9,
+        max_num_seqs=9,
         max_model_len=10,
         dtype="float32",
     )

@@ -69,7 +69,7 @@ def test_a_stricter_choice_of_the_user_stays():
     assert environment["MKL_CBWR"] == "COMPATIBLE"
 
 
-@pytest.mark.parametrize("key", ["generator.max_slots", "generator.threads", "trainer.threads"])
+@pytest.mark.parametrize("key", ["generator.max_num_seqs", "generator.threads", "trainer.threads"])
 def test_a_resume_may_not_change_what_rounds_otherwise(tmp_path, key: str):
     started = config_of(*VALID)
     RunDirectory.create(tmp_path / "one", config=started, started_at_s=0.0).close()

@@ -148,8 +148,8 @@ def seconds_of(trainer: dict, generator: dict) -> dict:
 
 
 def test_a_trainer_that_waits_for_a_busy_generator_advises_larger_batches_there():
-    summary = sound(settings={"generator.max_slots": 48})
-    assert ("raise", "generator.max_slots") in advice_of(summary)
+    summary = sound(settings={"generator.max_num_seqs": 48})
+    assert ("raise", "generator.max_num_seqs") in advice_of(summary)
     assert "waited for data in 20% of its time" in summary["advice"][0]["because"]
     assert summary["advice"][0]["because"].endswith("(now 48)")
 
@@ -185,7 +185,7 @@ def test_stale_drops_advise_less_oversampling():
 def test_the_wait_for_the_first_batch_is_not_held_against_the_generator():
     seconds = seconds_of({"train": 60.0, "wait_data": 40.0}, {"decode": 95.0, "idle": 5.0})
     # 40 s waited, 30 s of them before the first batch: 10 % of the time is left, which is not notable
-    assert ("raise", "generator.max_slots") in advice_of(sound(**seconds, bound_seconds={"trainer": 60.0}))
+    assert ("raise", "generator.max_num_seqs") in advice_of(sound(**seconds, bound_seconds={"trainer": 60.0}))
     assert advice_of(sound(**seconds, bound_seconds={"start": 30.0, "trainer": 60.0})) == []
 
 

@@ -106,7 +106,7 @@ class FakeEngine:
         *,
         clock: Clock,
         vocabulary_size: int = 128,
-        max_slots: int = 32,
+        max_num_seqs: int = 32,
         max_model_len: int = 256,
         policy_version: int = 1,
         digest: str = "fake-1",
@@ -118,7 +118,7 @@ class FakeEngine:
         self._clock = clock
         self._meter = SecondsMeter(clock, cause="startup")
         self._vocabulary_size = vocabulary_size
-        self._max_slots, self._max_model_len = max_slots, max_model_len
+        self._max_slots, self._max_model_len = max_num_seqs, max_model_len
         self._policy_version, self._digest = policy_version, digest
         self._latency = FakeLatency() if latency is None else latency
         self._faults = FakeFaults() if faults is None else faults
@@ -143,7 +143,7 @@ class FakeEngine:
             dtype="float32",
             vocabulary_size=self._vocabulary_size,
             max_model_len=self._max_model_len,
-            max_slots=self._max_slots,
+            max_num_seqs=self._max_slots,
             kv_bytes=0,
             capabilities=(
                 "abort",

@@ -31,7 +31,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str
     vocabulary_size: int
     max_model_len: int
-    max_slots: int
+    max_num_seqs: int
     kv_bytes: int
     capabilities: tuple[str, ...]
     policy_version: int

@@ -241,7 +241,7 @@ class StatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class StatusReply(_message.Message):
-    __slots__ = ("state", "reason", "policy_version", "digest", "running", "waiting", "kv_used_tokens", "kv_capacity_tokens", "output_tokens", "prefill_tokens", "cached_tokens", "wall_s", "seconds", "max_slots", "max_model_len", "dtype")
+    __slots__ = ("state", "reason", "policy_version", "digest", "running", "waiting", "kv_used_tokens", "kv_capacity_tokens", "output_tokens", "prefill_tokens", "cached_tokens", "wall_s", "seconds", "max_num_seqs", "max_model_len", "dtype")
     class SecondsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -262,7 +262,7 @@ class StatusReply(_message.Message):
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     WALL_S_FIELD_NUMBER: _ClassVar[int]
     SECONDS_FIELD_NUMBER: _ClassVar[int]
-    MAX_SLOTS_FIELD_NUMBER: _ClassVar[int]
+    MAX_NUM_SEQS_FIELD_NUMBER: _ClassVar[int]
     MAX_MODEL_LEN_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     state: str
@@ -278,7 +278,7 @@ class StatusReply(_message.Message):
     cached_tokens: int
     wall_s: float
     seconds: _containers.ScalarMap[str, float]
-    max_slots: int
+    max_num_seqs: int
     max_model_len: int
     dtype: str
-    def __init__(self, state: _Optional[str] = ..., reason: _Optional[str] = ..., policy_version: _Optional[int] = ..., digest: _Optional[str] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., kv_used_tokens: _Optional[int] = ..., kv_capacity_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., prefill_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., wall_s: _Optional[float] = ..., seconds: _Optional[_Mapping[str, float]] = ..., max_slots: _Optional[int] = ..., max_model_len: _Optional[int] = ..., dtype: _Optional[str] = ...) -> None: ...
+    def __init__(self, state: _Optional[str] = ..., reason: _Optional[str] = ..., policy_version: _Optional[int] = ..., digest: _Optional[str] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., kv_used_tokens: _Optional[int] = ..., kv_capacity_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., prefill_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., wall_s: _Optional[float] = ..., seconds: _Optional[_Mapping[str, float]] = ..., max_num_seqs: _Optional[int] = ..., max_model_len: _Optional[int] = ..., dtype: _Optional[str] = ...) -> None: ...

@@ -46,7 +46,7 @@ class EngineCore:
         model: the model with its first weights.
         policy_version: publication number of those weights.
         digest: their digest.
-        max_slots: sequences decoded at once.
+        max_num_seqs: sequences decoded at once.
         max_model_len: longest prompt plus output, tokens.
         prefill_tokens: most prompt tokens computed in one pass.
         clock: stamps and deadlines.
@@ -58,7 +58,7 @@ class EngineCore:
         *,
         policy_version: int,
         digest: str,
-        max_slots: int,
+        max_num_seqs: int,
         max_model_len: int,
         prefill_tokens: int,
         clock: Clock,
@@ -67,7 +67,7 @@ class EngineCore:
         self.model = model
         self.staging = Staging(model)
         self.policy_version, self.digest = policy_version, digest
-        self.max_slots, self.max_model_len = max_slots, max_model_len
+        self.max_num_seqs, self.max_model_len = max_num_seqs, max_model_len
         self.running: list[Sequence] = []
         self.waiting: deque[Sequence] = deque()
         self.gate = WaveGate()
@@ -77,8 +77,8 @@ class EngineCore:
         self.output_tokens = self.prefill_tokens = self.cached_tokens = 0
         self._clock, self._meter = clock, meter
         self._prefill_limit = prefill_tokens
-        self._pool = model.new_pool(slots=max_slots + 1, max_len=max_model_len)
-        self._scratch = max_slots
+        self._pool = model.new_pool(slots=max_num_seqs + 1, max_len=max_model_len)
+        self._scratch = max_num_seqs
         self._prefixes = PrefixStore(entries=_PREFIX_ENTRIES)
         self._chunks = PrefixStore(entries=1)
 
@@ -270,8 +270,8 @@ class EngineCore:
         planner = PrefillPlanner(self._pool)
         batches: list[list[Sequence]] = []
         taken = len(self.running)
-        while self.admission_open and self.waiting and taken < self.max_slots:
-            mates = self._mates(limit=self.max_slots - taken)
+        while self.admission_open and self.waiting and taken < self.max_num_seqs:
+            mates = self._mates(limit=self.max_num_seqs - taken)
             if not self._plan_prompt(planner, mates, first_slot=taken):
                 break
             for sequence in mates:

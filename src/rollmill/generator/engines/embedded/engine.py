@@ -70,7 +70,7 @@ class EmbeddedEngine:
         tensors: the first weights.
         policy_version: their publication number.
         digest: their digest.
-        max_slots: sequences decoded at once.
+        max_num_seqs: sequences decoded at once.
         max_model_len: longest prompt plus output, tokens.
         clock: deadlines, timings and the seconds ledger.
         prefill_tokens: most prompt tokens computed in one pass.
@@ -92,7 +92,7 @@ class EmbeddedEngine:
         tensors: Mapping[str, torch.Tensor],
         policy_version: int,
         digest: str,
-        max_slots: int,
+        max_num_seqs: int,
         max_model_len: int,
         clock: Clock,
         prefill_tokens: int = 512,
@@ -109,7 +109,7 @@ class EmbeddedEngine:
             model,
             policy_version=policy_version,
             digest=digest,
-            max_slots=max_slots,
+            max_num_seqs=max_num_seqs,
             max_model_len=min(max_model_len, model.context_len),
             prefill_tokens=prefill_tokens,
             clock=clock,
@@ -140,7 +140,7 @@ class EmbeddedEngine:
             dtype=str(model.dtype).removeprefix("torch."),
             vocabulary_size=model.vocabulary_size,
             max_model_len=core.max_model_len,
-            max_slots=core.max_slots,
+            max_num_seqs=core.max_num_seqs,
             kv_bytes=core.kv_bytes,
             capabilities=(*CAPABILITIES, "native_kernels") if model.native_kernels else CAPABILITIES,
             policy_version=core.policy_version,
@@ -264,7 +264,7 @@ class EmbeddedEngine:
             running=len(core.running),
             waiting=len(core.waiting) + len(core.gate.held),
             kv_used_tokens=core.kv_used_tokens,
-            kv_capacity_tokens=core.max_slots * core.max_model_len,
+            kv_capacity_tokens=core.max_num_seqs * core.max_model_len,
             paused=core.paused,
             policy_version=core.policy_version,
             output_tokens=core.output_tokens,
