@@ -48,7 +48,7 @@ $(VENV)/.run: $(VENV)/.python pyproject.toml constraints.txt
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.run
-	@$(PIP_INSTALL) -c constraints.txt -e '.[torch,reasoning-gym,dev]'
+	@$(PIP_INSTALL) -c constraints.txt -e '.[torch,reasoning-gym,serve,dev]'
 	@touch $@
 
 $(VENV)/.bench: $(VENV)/.run
