@@ -135,11 +135,35 @@ class SamplingSettings(Section):
     """Cap on output tokens of a turn."""
 
 
+class VllmSettings(Section):
+    """The vLLM server that a replica starts, watches and drives."""
+
+    python: str | None = knob(None)
+    """Interpreter of the environment that holds vLLM; `None` takes the one that `rollmill engine install vllm` makes."""
+    start_deadline_s: float = knob(
+        600.0, unit="s", raising="tolerates slower starts and compilation", lowering="a hung start ends sooner", gt=0
+    )
+    """Longest wait until the server answers."""
+    control_deadline_s: float = knob(
+        60.0, unit="s", raising="tolerates slower steps", lowering="a hung server is noticed sooner", gt=0
+    )
+    """Longest wait for one control call (pause, resume, a phase of a weight update, a score)."""
+    load_poll_s: float = knob(
+        1.0, unit="s", raising="older figures of load", lowering="fresher figures, a little work for the server", gt=0
+    )
+    """Time between two looks at the server's metrics and health."""
+    enforce_eager: bool | None = knob(None)
+    """Run without compiled graphs: a start in seconds instead of minutes, slower steps. `None` is true on a CPU."""
+    arguments: tuple[str, ...] = knob(())
+    """Further arguments of the server, as its own documentation names them. Those that Rollmill sets are refused."""
+
+
 class GeneratorSettings(Section):
     """The generator service."""
 
-    engine: Literal["embedded", "fake"] = knob("embedded")
-    """`embedded` (torch, transformers modules) or `fake` (deterministic, for tests)."""
+    engine: Literal["embedded", "vllm", "fake"] = knob("embedded")
+    """`embedded` (torch, transformers modules), `vllm` (a server in an environment of its own, made by
+    `rollmill engine install vllm`), or `fake` (deterministic, for tests)."""
     replicas: int = knob(
         1, unit="processes", raising="more rollouts at once, more memory", lowering="less memory", ge=1
     )
@@ -161,6 +185,46 @@ class GeneratorSettings(Section):
         256, unit="tokens", raising="longer prompts and answers, more KV memory", lowering="less memory", ge=8
     )
     """Longest prompt plus output."""
+    max_num_batched_tokens: int | None = knob(
+        None,
+        unit="tokens",
+        raising="prompts are computed in fewer passes, running requests wait longer for each",
+        lowering="steadier decoding, slower prefill",
+        ge=16,
+    )
+    """Most tokens of one pass, prompts and decoded ones together; longer prompts are computed in chunks. `None` takes
+    the engine's own choice."""
+    max_wait_ms: float = knob(
+        0.0, unit="ms", raising="fuller first batches", lowering="less latency of a lone request; 0 never waits", ge=0
+    )
+    """How long an idle engine holds the first request for company."""
+    kv_cache_memory_bytes: int | None = knob(
+        None, unit="bytes", raising="more sequences at once", lowering="more waiting and preemption", ge=1
+    )
+    """Memory for keys and values of a replica (of each of its devices). `None` takes what max_num_seqs sequences of
+    max_model_len tokens need, on a GPU what gpu_memory_utilization leaves."""
+    memory_limit_bytes: int | None = knob(
+        None, unit="bytes", raising="more memory for keys and values", lowering="less memory, fewer sequences", ge=1
+    )
+    """Memory of the whole replica: keys and values get what weights and activations leave of it. `None` sets none."""
+    gpu_memory_utilization: float = knob(
+        0.9, raising="more memory for keys and values", lowering="room for others on the GPU", gt=0, le=1
+    )
+    """Share of a GPU's memory that a replica may take, weights included. Without a GPU it says nothing."""
+    enable_prefix_caching: bool = knob(True)
+    """Keep the KV of prompts so that equal beginnings are computed once; its keys hold the policy version."""
+    kv_cache_dtype: Literal["auto", "bfloat16", "fp8"] = knob("auto")
+    """Precision of keys and values; `auto` is that of the served weights."""
+    tensor_parallel_size: int = knob(
+        1, unit="devices", raising="larger models, lower latency", lowering="less communication", ge=1
+    )
+    """Devices that share each layer of a replica."""
+    data_parallel_size: int = knob(
+        1, unit="copies", raising="more throughput of one replica", lowering="fewer devices", ge=1
+    )
+    """Copies of the model inside a replica, behind its own balancer."""
+    enable_expert_parallel: bool = knob(False)
+    """Spread the experts of a mixture over the devices instead of slicing each."""
     kv_on_update: Literal["keep", "recompute"] = knob("keep")
     """What happens to the KV of requests in flight when weights change."""
     stage_weights: bool = knob(True)
@@ -176,6 +240,8 @@ class GeneratorSettings(Section):
     )
     """A weight load that takes longer fails: before the swap began the old version goes on serving, after it the
     replica is dirty."""
+    vllm: VllmSettings = VllmSettings()
+    """Only with `engine = "vllm"`."""
 
 
 class TrainerSettings(Section):
