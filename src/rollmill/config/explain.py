@@ -12,7 +12,15 @@ from typing import Any
 import msgspec
 import tomli_w
 
-from rollmill.config.load import DEFAULT_ORIGIN, LoadedConfig, all_keys, sections, unknown_key_message, value_at
+from rollmill.config.load import (
+    DEFAULT_ORIGIN,
+    LoadedConfig,
+    all_keys,
+    field_of,
+    sections,
+    unknown_key_message,
+    value_at,
+)
 from rollmill.config.schema import RollmillConfig, Section
 from rollmill.errors import ConfigError
 
@@ -91,16 +99,19 @@ def _selected(key: str | None) -> tuple[str, ...]:
         return names
     if key in names:
         return (key,)
-    if key in sections():
+    if key in sections() or any(name.startswith(f"{key}.") for name in names):
         return tuple(name for name in names if name.startswith(f"{key}."))
     raise ConfigError(unknown_key_message(key, where="config explain"))
 
 
 def _explained(loaded: LoadedConfig, key: str) -> Explained:
-    section, _, leaf = key.partition(".")
-    info = sections()[section].model_fields[leaf]
+    field = field_of(key)
+    if field is None:
+        raise ConfigError(unknown_key_message(key, where="config explain"))
+    model, leaf = field
+    info = model.model_fields[leaf]
     extra = info.json_schema_extra if isinstance(info.json_schema_extra, dict) else {}
-    default = value_at(RollmillConfig(), key) if info.is_required() or section == "environment" else info.default
+    default = value_at(RollmillConfig(), key) if info.is_required() or key.startswith("environment.") else info.default
     return Explained(
         key=key,
         value=_plain(value_at(loaded.config, key)),
@@ -110,7 +121,7 @@ def _explained(loaded: LoadedConfig, key: str) -> Explained:
         raising=str(extra.get("raising", "")),
         lowering=str(extra.get("lowering", "")),
         default=_plain(default),
-        valid=_valid(sections()[section], leaf),
+        valid=_valid(model, leaf),
     )
 
 

@@ -8,6 +8,7 @@ valid and the nearest key. Decides nothing about the values themselves; that is 
 from __future__ import annotations
 
 import difflib
+import functools
 import json
 import math
 import tomllib
@@ -56,8 +57,31 @@ def sections() -> dict[str, type[Section]]:
 
 
 def all_keys() -> tuple[str, ...]:
-    """Return every key, `section.key`, in the order of the tree."""
-    return tuple(f"{section}.{key}" for section, model in sections().items() for key in model.model_fields)
+    """Return every key, `section.key` or `section.table.key`, in the order of the tree."""
+    return tuple(key for section, model in sections().items() for key in _keys_of(model, prefix=section))
+
+
+def _keys_of(model: type[Section], *, prefix: str) -> Iterator[str]:
+    for name, info in model.model_fields.items():
+        kind = info.annotation
+        if isinstance(kind, type) and issubclass(kind, Section):
+            yield from _keys_of(kind, prefix=f"{prefix}.{name}")
+        else:
+            yield f"{prefix}.{name}"
+
+
+def field_of(key: str) -> tuple[type[Section], str] | None:
+    """Return the table that a key lies in and its name there, or `None` if there is no such key or it is a table."""
+    if key not in all_keys():
+        return None
+    *tables, leaf = key.split(".")
+    model = sections()[tables[0]]
+    for table in tables[1:]:
+        kind = model.model_fields[table].annotation
+        if not (isinstance(kind, type) and issubclass(kind, Section)):
+            raise AssertionError(f"{key} is a known key, so {table} is a table")
+        model = kind
+    return model, leaf
 
 
 def nearest_key(key: str) -> str | None:
@@ -76,8 +100,15 @@ def nearest_key(key: str) -> str | None:
             return close[0]
         leaf = key
     leaves = {known.partition(".")[2]: known for known in reversed(all_keys())}
+    leaves |= {known.rpartition(".")[2]: known for known in reversed(all_keys()) if known.count(".") == 1}
     if leaf in leaves:
         return leaves[leaf]
+    inner = leaf.rpartition(".")[0]
+    if inner:
+        table = [known for known in all_keys() if known.startswith(f"{section}.{inner}.")]
+        close = difflib.get_close_matches(key, table, n=1, cutoff=0.6)
+        if close:
+            return close[0]
     if section in sections():
         close = difflib.get_close_matches(leaf, list(sections()[section].model_fields), n=1, cutoff=0.6)
         if close:
@@ -118,8 +149,11 @@ def load_config(path: str | Path | None, *, overrides: Sequence[str] = ()) -> Lo
     origins.update(dict.fromkeys(_keys_in(data, where=file_name), file_name))
     for text in overrides:
         key, value = _parse_override(text)
-        section, leaf = key.split(".")
-        data.setdefault(section, {})[leaf] = value
+        *tables, leaf = key.split(".")
+        table = data
+        for name in tables:
+            table = table.setdefault(name, {})
+        table[leaf] = value
         origins[key] = COMMAND_LINE_ORIGIN
     config = parse_config(data, origins=origins)
     check(config)
@@ -167,11 +201,9 @@ def value_at(config: RollmillConfig, key: str) -> Any:
     Raises:
         ConfigError: if there is no such key; names the nearest.
     """
-    section, _, leaf = key.partition(".")
-    model = sections().get(section)
-    if model is None or leaf not in model.model_fields:
+    if key not in all_keys():
         raise ConfigError(unknown_key_message(key, where="configuration"))
-    return getattr(getattr(config, section), leaf)
+    return functools.reduce(getattr, key.split("."), config)
 
 
 def _with_default_tasks(data: Mapping[str, Any]) -> dict[str, Any]:
@@ -209,10 +241,23 @@ def _keys_in(data: Mapping[str, Any], *, where: str) -> Iterator[str]:
             raise ConfigError(
                 f"{where}: {section!r} is a section, got {_shown(table)}. Write `[{section}]` and its keys below it."
             )
-        for leaf in table:
-            if leaf not in known[section].model_fields:
-                raise ConfigError(unknown_key_message(f"{section}.{leaf}", where=where))
-            yield f"{section}.{leaf}"
+        yield from _keys_in_table(table, prefix=section, where=where)
+
+
+def _keys_in_table(table: Mapping[str, Any], *, prefix: str, where: str) -> Iterator[str]:
+    known = all_keys()
+    for name, value in table.items():
+        key = f"{prefix}.{name}"
+        if key in known:
+            yield key
+        elif not any(other.startswith(f"{key}.") for other in known):
+            raise ConfigError(unknown_key_message(key, where=where))
+        elif not isinstance(value, Mapping):
+            raise ConfigError(
+                f"{where}: {key!r} is a table, got {_shown(value)}. Write `[{key}]` and its keys below it."
+            )
+        else:
+            yield from _keys_in_table(value, prefix=key, where=where)
 
 
 def _parse_override(text: str) -> tuple[str, Any]:
@@ -261,7 +306,7 @@ def _is_inside(inner: tuple[int | str, ...], outer: tuple[int | str, ...]) -> bo
 def _describe_one(problem: ErrorDetails, *, origins: Mapping[str, str]) -> str:
     location = [str(part) for part in problem["loc"]]
     key = ".".join(location)
-    origin = origins.get(".".join(location[:2]), "configuration")
+    origin = next((origins[at] for n in (3, 2) if (at := ".".join(location[:n])) in origins), "configuration")
     if problem["type"] == "extra_forbidden":
         return _describe_nested_unknown(location, where=origin)
     if problem["type"] == "missing":
@@ -295,15 +340,14 @@ def _expected(problem: ErrorDetails) -> str:
 
 
 def _valid_forms(location: Sequence[str]) -> str:
-    model = sections().get(location[0])
-    info = model.model_fields.get(location[1]) if model is not None and len(location) > 1 else None
-    if info is None or info.is_required():
+    key, field = next(((at, field_of(at)) for n in (3, 2) if field_of(at := ".".join(location[:n]))), ("", None))
+    info = None if field is None else field[0].model_fields[field[1]]
+    if field is None or info is None or info.is_required():
         return "See `rollmill config explain`."
-    key = ".".join(location[:2])
     default = info.default
     if default is None:
         return f"Leave {key} out for none; `rollmill config explain {key}` says more."
-    example = tomli_w.dumps({location[1]: _plain(default)}).strip() if _plain(default) not in ({}, []) else ""
+    example = tomli_w.dumps({field[1]: _plain(default)}).strip() if _plain(default) not in ({}, []) else ""
     return f"Valid, for example: `{example}`." if example else f"See `rollmill config explain {key}`."
 
 

@@ -139,7 +139,7 @@ class VllmSettings(Section):
     """The vLLM server that a replica starts, watches and drives."""
 
     python: str | None = knob(None)
-    """Interpreter of the environment that holds vLLM; `None` takes the one that `rollmill engine install vllm` makes."""
+    """Interpreter of the environment that holds vLLM; `None` takes what `rollmill engine install vllm` makes."""
     start_deadline_s: float = knob(
         600.0, unit="s", raising="tolerates slower starts and compilation", lowering="a hung start ends sooner", gt=0
     )

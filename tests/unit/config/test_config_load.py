@@ -105,7 +105,7 @@ def test_an_unknown_key_of_a_task_names_the_keys_of_a_task(tmp_path):
         ('run.steps="8"', "'8'", "integer"),
         ("evaluation.at_end=1", "1", "boolean"),
         ("schedule.group_size=1", "1", "greater than or equal to 2"),
-        ("generator.engine=vllm", "'vllm'", "'embedded' or 'fake'"),
+        ("generator.engine=tgi", "'tgi'", "'embedded', 'vllm' or 'fake'"),
         ("environment.tasks=[]", r"\[\]", "at least 1 items"),
     ],
 )
@@ -175,3 +175,40 @@ def test_differing_keys_give_both_values():
 def test_a_known_leaf_in_the_wrong_section_is_found():
     assert nearest_key("generator.learning_rate") == "trainer.learning_rate"
     assert nearest_key("qqqqq.zzzzz") is None
+
+
+def test_a_table_inside_a_section_is_read_overridden_and_traced_key_by_key(tmp_path):
+    path = write(tmp_path, "[generator]\nmax_num_seqs = 8\n[generator.vllm]\nload_poll_s = 2.5\n")
+    loaded = load_config(path, overrides=["generator.vllm.control_deadline_s=9.0"])
+    vllm = loaded.config.generator.vllm
+    assert (vllm.load_poll_s, vllm.control_deadline_s, loaded.config.generator.max_num_seqs) == (2.5, 9.0, 8)
+    origins = {key: origin for key, origin in loaded.origins.items() if origin != "default"}
+    assert origins == {
+        "generator.max_num_seqs": "train.toml",
+        "generator.vllm.load_poll_s": "train.toml",
+        "generator.vllm.control_deadline_s": "command line",
+    }
+    assert parse_config(load_config(path).config.model_dump(mode="json", exclude_none=True)) == load_config(path).config
+    assert set(differing_keys(RollmillConfig(), load_config(path).config)) == {
+        "generator.max_num_seqs",
+        "generator.vllm.load_poll_s",
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "[generator.vllm]\nload_pol_s = 1.0\n",
+            "unknown key 'generator.vllm.load_pol_s'.*'generator.vllm.load_poll_s'",
+        ),
+        ("[generator]\nvllm = 3\n", "'generator.vllm' is a table, got 3"),
+        (
+            "[generator.vllm]\nload_poll_s = 'often'\n",
+            "train.toml: generator.vllm.load_poll_s got 'often'.*load_poll_s = 1.0",
+        ),
+    ],
+)
+def test_a_wrong_key_of_a_table_inside_a_section_is_named_whole(tmp_path, text, message):
+    with pytest.raises(ConfigError, match=message):
+        load_config(write(tmp_path, text))
