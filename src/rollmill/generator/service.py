@@ -42,6 +42,18 @@ class Listener(Protocol):
         ...
 
 
+class Observer(Protocol):
+    """Hears what became of every call and every load; must not raise."""
+
+    def served(self, request: GenerateRequest, result: Sequence[Turn] | BaseException, *, latency_s: float) -> None:
+        """Hear the turns of a call, or what it ended with instead (a refusal, an error, its cancellation)."""
+        ...
+
+    def loaded(self, result: LoadReport | RollmillError) -> None:
+        """Hear the end of a weight load."""
+        ...
+
+
 class TextCodec(Protocol):
     """Text and messages to ids and back, for the model that is served."""
 
@@ -74,6 +86,7 @@ class InferenceService:
     Attributes:
         engine_died: set by the first call that finds the engine dead.
         on_standing: called after everything that may have changed the replica's standing.
+        observer: hears what became of every call.
     """
 
     def __init__(self, replica: Replica, *, tasks: asyncio.TaskGroup, codec: TextCodec | None = None) -> None:
@@ -81,6 +94,7 @@ class InferenceService:
         self.codec = codec
         self.engine_died = asyncio.Event()
         self.on_standing: Callable[[], Awaitable[None]] | None = None
+        self.observer: Observer | None = None
         self._tasks = tasks
         self._siblings: dict[str, tuple[str, ...]] = {}
         self._active = 0
@@ -121,6 +135,20 @@ class InferenceService:
         Cancellation:
             aborts all siblings and frees their KV.
         """
+        observer = self.observer
+        if observer is None:
+            return await self._generate(request, siblings=siblings, listener=listener)
+        now_s = asyncio.get_running_loop().time
+        started_s = now_s()
+        try:
+            turns = await self._generate(request, siblings=siblings, listener=listener)
+        except BaseException as error:
+            observer.served(request, error, latency_s=now_s() - started_s)
+            raise
+        observer.served(request, turns, latency_s=now_s() - started_s)
+        return turns
+
+    async def _generate(self, request: GenerateRequest, *, siblings: int, listener: Listener | None) -> list[Turn]:
         if (why := refusal(self.replica.standing, to_generate=True)) is not None:
             raise EngineError(f"request {request.request_id} refused: {why}")
         if request.request_id in self._siblings:
@@ -190,12 +218,16 @@ class InferenceService:
 
     async def _load(self, policy_version: int) -> LoadReport | RollmillError:
         """Load; an error is a value here, so that it reaches its caller and not the task group."""
+        result: LoadReport | RollmillError
         try:
-            return await self.replica.load(policy_version)
+            result = await self.replica.load(policy_version)
         except RollmillError as error:
-            return error
+            result = error
         finally:
             await self.publish_standing()
+        if self.observer is not None:
+            self.observer.loaded(result)
+        return result
 
     async def drain(self, deadline_s: float, *, reason: str) -> int:
         """Take nothing new, wait for what runs, abort the rest; return how many were aborted."""

@@ -44,6 +44,8 @@ class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         seconds: cause -> seconds since the engine was made (`prefill`, `decode`, `weight_load`, `idle`, `paused`, ...);
             they sum to `wall_s`.
+        decode_passes: passes in which sequences got a token each; 0 if the engine does not count them.
+        preemptions: sequences whose KV was given up before their end.
     """
 
     running: int
@@ -57,6 +59,8 @@ class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
     cached_tokens: int
     wall_s: float
     seconds: dict[str, float]
+    decode_passes: int = 0
+    preemptions: int = 0
 
 
 class UpdateReport(msgspec.Struct, frozen=True, kw_only=True):

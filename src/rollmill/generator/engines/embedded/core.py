@@ -74,7 +74,7 @@ class EngineCore:
         self.paused = False
         self.admission_open = True
         self.dirty_reason: str | None = None
-        self.output_tokens = self.prefill_tokens = self.cached_tokens = 0
+        self.output_tokens = self.prefill_tokens = self.cached_tokens = self.decode_passes = 0
         self._clock, self._meter = clock, meter
         self._prefill_limit = prefill_tokens
         self._pool = model.new_pool(slots=max_num_seqs + 1, max_len=max_model_len)
@@ -233,6 +233,7 @@ class EngineCore:
         for sequence, token, logprob in zip(sequences, tokens.tolist(), logprobs.tolist(), strict=True):
             sequence.append(token, logprob=logprob, policy_version=self.policy_version)
         self.output_tokens += len(sequences)
+        self.decode_passes += 1
 
     def _retire(self) -> None:
         over = [(sequence, reason) for sequence in self.running if (reason := sequence.stop_reason()) is not None]

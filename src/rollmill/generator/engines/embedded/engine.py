@@ -272,6 +272,7 @@ class EmbeddedEngine:
             cached_tokens=core.cached_tokens,
             wall_s=wall_s,
             seconds=seconds,
+            decode_passes=core.decode_passes,
         )
 
     def healthy(self) -> bool:
