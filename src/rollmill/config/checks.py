@@ -7,9 +7,11 @@ single setting live in `rollmill.config.schema`.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 
 from rollmill.config.derive import has_evaluator
+from rollmill.config.engines import WITH_WAVES, disobeyed
 from rollmill.config.schema import AlgorithmSettings, RollmillConfig, ScheduleSettings
 from rollmill.errors import ConfigError
 
@@ -224,7 +226,26 @@ def _deterministic(config: RollmillConfig) -> Iterator[str]:
         )
 
 
-RULES: tuple[Rule, ...] = (_sampling, _lengths, _groups, _deadlines, _algorithm, _data, _deterministic)
+def _engine(config: RollmillConfig) -> Iterator[str]:
+    engine = config.generator.engine
+    for key, engines in disobeyed(config.generator):
+        value = functools.reduce(getattr, key.split("."), config.generator)
+        others = " or ".join(f'generator.engine "{other}"' for other in engines)
+        yield (
+            f'generator.{key} is {value!r} and generator.engine is "{engine}", which does not have this setting. '
+            + (f"Engines that have it: {', '.join(engines)}. " if engines else "No engine has it yet. ")
+            + f"Nearest valid values: leave generator.{key} out"
+            + (f", or {others}." if engines else ".")
+        )
+    if config.run.deterministic and engine not in WITH_WAVES:
+        yield (
+            f'run.deterministic is true and generator.engine is "{engine}": what it samples depends on which requests '
+            f"share a pass. Engines that can: {', '.join(WITH_WAVES)}. Nearest valid values: generator.engine "
+            '"embedded", or run.deterministic false.'
+        )
+
+
+RULES: tuple[Rule, ...] = (_sampling, _lengths, _groups, _deadlines, _algorithm, _data, _deterministic, _engine)
 
 
 def _slots(config: RollmillConfig) -> Iterator[str]:

@@ -1,0 +1,53 @@
+"""Which engine obeys which setting of the generator: one table, read by checks, engines and the documentation.
+
+Pure. A setting that an engine does not obey is refused with the engines that do, never ignored. Settings that every
+engine obeys are not listed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rollmill.config.schema import GeneratorSettings, Section
+
+OBEYED_BY: dict[str, tuple[str, ...]] = {
+    "kernels": ("embedded",),
+    "max_num_batched_tokens": ("vllm",),
+    "max_wait_ms": (),
+    "kv_cache_memory_bytes": ("vllm",),
+    "memory_limit_bytes": (),
+    "gpu_memory_utilization": ("vllm",),
+    "enable_prefix_caching": ("vllm",),
+    "kv_cache_dtype": ("vllm",),
+    "tensor_parallel_size": ("vllm",),
+    "data_parallel_size": ("vllm",),
+    "enable_expert_parallel": ("vllm",),
+    "vllm": ("vllm",),
+}
+"""Setting -> engines that obey it. An engine that learns to obey one is added here, with the code that does so."""
+
+WITH_WAVES = ("embedded", "fake")
+"""Engines whose samples depend on nothing but the request and the weights, as deterministic mode needs."""
+
+
+def disobeyed(settings: GeneratorSettings) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Yield each setting that was changed and that the chosen engine does not obey, with the engines that do.
+
+    Example:
+        >>> list(disobeyed(GeneratorSettings(engine="vllm", kernels="torch")))
+        [('kernels', ('embedded',))]
+    """
+    for name, engines in OBEYED_BY.items():
+        if settings.engine not in engines:
+            value, default = getattr(settings, name), GeneratorSettings.model_fields[name].default
+            if value != default:
+                yield from ((key, engines) for key in _changed(name, value, default))
+
+
+def _changed(name: str, value: object, default: object) -> Iterator[str]:
+    if not (isinstance(value, Section) and isinstance(default, Section)):
+        yield name
+        return
+    for inner in type(value).model_fields:
+        if getattr(value, inner) != getattr(default, inner):
+            yield f"{name}.{inner}"
