@@ -178,18 +178,20 @@ def test_a_known_leaf_in_the_wrong_section_is_found():
 
 
 def test_a_table_inside_a_section_is_read_overridden_and_traced_key_by_key(tmp_path):
-    path = write(tmp_path, "[generator]\nmax_num_seqs = 8\n[generator.vllm]\nload_poll_s = 2.5\n")
+    path = write(tmp_path, "[generator]\nengine = 'vllm'\nmax_num_seqs = 8\n[generator.vllm]\nload_poll_s = 2.5\n")
     loaded = load_config(path, overrides=["generator.vllm.control_deadline_s=9.0"])
     vllm = loaded.config.generator.vllm
     assert (vllm.load_poll_s, vllm.control_deadline_s, loaded.config.generator.max_num_seqs) == (2.5, 9.0, 8)
     origins = {key: origin for key, origin in loaded.origins.items() if origin != "default"}
     assert origins == {
+        "generator.engine": "train.toml",
         "generator.max_num_seqs": "train.toml",
         "generator.vllm.load_poll_s": "train.toml",
         "generator.vllm.control_deadline_s": "command line",
     }
     assert parse_config(load_config(path).config.model_dump(mode="json", exclude_none=True)) == load_config(path).config
     assert set(differing_keys(RollmillConfig(), load_config(path).config)) == {
+        "generator.engine",
         "generator.max_num_seqs",
         "generator.vllm.load_poll_s",
     }
