@@ -1,0 +1,285 @@
+"""What a replica tells Prometheus: counted as requests end, put together when somebody asks.
+
+Decides nothing. Gauges and counters of tokens come from the engine's own report at the moment of the scrape, counts and
+histograms of requests from the service, which tells its observer what became of every call. Everything is bounded: the
+labels are outcomes, phases, causes and states, never ids, sessions or jobs.
+
+Rates and shares are those of the last minute. A turn is counted where it ends, whatever its length; a call for siblings
+is one request and as many turns. The names of vLLM (`ALIASES`) show the same numbers to dashboards and autoscalers that
+know those.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+from rollmill.clock import Clock
+from rollmill.errors import MissingExtraError, RollmillError, UserError
+from rollmill.generator.engines.protocol import EngineLoad
+from rollmill.generator.gpu import GpuMeter
+from rollmill.generator.loading import Replica
+from rollmill.generator.state import ReplicaState
+from rollmill.generator.tally import SECONDS, TOKEN_SECONDS, Histogram, Recent
+from rollmill.generator.wire import LoadReport
+from rollmill.types import GenerateRequest, StopReason, Turn
+
+if TYPE_CHECKING:
+    from prometheus_client.core import Metric
+
+Kind = Literal["counter", "gauge", "histogram"]
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+WINDOW_S = 60
+
+METRICS: dict[str, tuple[Kind, str]] = {
+    "rollmill_requests_total": ("counter", "Calls that ended, by outcome: ok, aborted, cancelled, or an error's code."),
+    "rollmill_error_rate": ("gauge", "Share of the calls of the last minute that failed; errors of the user excluded."),
+    "rollmill_rollout_throughput": ("gauge", "Turns finished per second in the last minute."),
+    "rollmill_rollout_latency_seconds": ("histogram", "From a call's arrival to its last turn's end."),
+    "rollmill_time_to_first_token_seconds": ("histogram", "From a call's arrival to a turn's first token."),
+    "rollmill_inter_token_latency_seconds": ("histogram", "Between two tokens of a turn: its mean, once per interval."),
+    "rollmill_request_queue_seconds": ("histogram", "From a turn's arrival in the engine to its prefill."),
+    "rollmill_queue_depth": ("gauge", "Sequences that wait for room in the engine."),
+    "rollmill_requests_running": ("gauge", "Sequences in the engine's batch."),
+    "rollmill_max_num_seqs": ("gauge", "Sequences that the engine's batch has room for."),
+    "rollmill_kv_cache_usage": ("gauge", "Share of the KV cache that running sequences use, 0 to 1."),
+    "rollmill_batch_size": (
+        "gauge",
+        "Tokens sampled per pass of the engine in the last minute, where it counts passes.",
+    ),
+    "rollmill_tokens_per_s": ("gauge", "Tokens sampled per second in the last minute."),
+    "rollmill_generated_tokens_total": ("counter", "Tokens sampled."),
+    "rollmill_prefill_tokens_total": ("counter", "Prompt tokens computed."),
+    "rollmill_cached_tokens_total": ("counter", "Prompt tokens whose KV was shared instead of computed."),
+    "rollmill_preemptions_total": ("counter", "Sequences whose KV was given up before their end."),
+    "rollmill_engine_seconds_total": ("counter", "Where the engine's time went, by cause; they sum to wall time."),
+    "rollmill_inference_gpu_util": ("gauge", "Share of time in which a GPU computed, 0 to 1; absent without a GPU."),
+    "rollmill_policy_version": ("gauge", "Policy version that is served."),
+    "rollmill_publish_lag_versions": ("gauge", "Newest published version minus the one that is served."),
+    "rollmill_weight_loads_total": (
+        "counter",
+        "Weight loads that ended, by outcome: ok, unchanged, or an error's code.",
+    ),
+    "rollmill_weight_load_seconds": ("histogram", "Seconds of a weight load, by phase."),
+    "rollmill_weight_pause_seconds": ("histogram", "Seconds without a token because of a weight load."),
+    "rollmill_replica_state": ("gauge", "1 for the state that the replica is in, 0 for the others."),
+    "rollmill_replica_info": ("gauge", "Always 1; says engine, model and dtype."),
+}
+"""Name -> kind and meaning, of everything that is exported."""
+
+ALIASES: dict[str, str] = {
+    "vllm:num_requests_running": "rollmill_requests_running",
+    "vllm:num_requests_waiting": "rollmill_queue_depth",
+    "vllm:kv_cache_usage_perc": "rollmill_kv_cache_usage",
+    "vllm:num_preemptions_total": "rollmill_preemptions_total",
+    "vllm:generation_tokens_total": "rollmill_generated_tokens_total",
+    "vllm:prompt_tokens_cached_total": "rollmill_cached_tokens_total",
+    "vllm:request_queue_time_seconds": "rollmill_request_queue_seconds",
+    "vllm:time_to_first_token_seconds": "rollmill_time_to_first_token_seconds",
+    "vllm:inter_token_latency_seconds": "rollmill_inter_token_latency_seconds",
+    "vllm:e2e_request_latency_seconds": "rollmill_rollout_latency_seconds",
+}
+"""Name that vLLM gives the same quantity -> ours."""
+
+_LOAD_PHASES = ("pull", "stage", "drain", "swap", "prove", "resume")
+
+
+class ReplicaMetrics:
+    """The observer of one replica's service, and its page for Prometheus.
+
+    Args:
+        replica: engine and standing.
+        clock: the last minute's.
+        model_name: label of the names of vLLM; the engine's own name for the model if `None`.
+        newest_version: returns the newest published version, in well under a millisecond.
+        gpus: asked at every scrape.
+        aliases: whether the names of vLLM are exported as well.
+
+    Raises:
+        MissingExtraError: if the Prometheus client is not installed.
+    """
+
+    def __init__(
+        self,
+        replica: Replica,
+        *,
+        clock: Clock,
+        model_name: str | None = None,
+        newest_version: Callable[[], int | None] | None = None,
+        gpus: GpuMeter | None = None,
+        aliases: bool = True,
+    ) -> None:
+        try:
+            import prometheus_client  # noqa: F401 - now, so that a replica without it does not start
+        except ImportError:
+            raise MissingExtraError(package="prometheus-client", purpose="/metrics", extra="serve") from None
+        self._replica = replica
+        self._clock = clock
+        self._model_name = model_name
+        self._newest_version = newest_version
+        self._gpus = gpus
+        self._aliases = aliases
+        now_s = clock.now_s()
+        self._requests: dict[str, int] = {"ok": 0}
+        self._ended, self._failed, self._turns, self._tokens, self._passes = (
+            Recent(now_s=now_s, window_s=WINDOW_S) for _ in range(5)
+        )
+        self._latency, self._first_token, self._queued = (Histogram(SECONDS) for _ in range(3))
+        self._between_tokens = Histogram(TOKEN_SECONDS)
+        self._loads: dict[str, int] = {"ok": 0}
+        self._load_s = {phase: Histogram(SECONDS) for phase in _LOAD_PHASES}
+        self._pause_s = Histogram(SECONDS)
+        self._last_load = replica.engine.load()
+        self._last_load_s = now_s
+
+    # -- what the service tells
+
+    def served(self, request: GenerateRequest, result: Sequence[Turn] | BaseException, *, latency_s: float) -> None:
+        """Count a call that ended."""
+        now_s, outcome = self._clock.now_s(), outcome_of(result)
+        self._requests[outcome] = self._requests.get(outcome, 0) + 1
+        self._ended.add(1, now_s=now_s)
+        if isinstance(result, BaseException):
+            self._failed.add(is_failure(result), now_s=now_s)
+            return
+        self._latency.observe(latency_s)
+        for turn in result:
+            self._count_turn(turn, latency_s=latency_s)
+        self._turns.add(len(result), now_s=now_s)
+        self._count_tokens(self._replica.engine.load())
+
+    def _count_turn(self, turn: Turn, *, latency_s: float) -> None:
+        tokens, timings = len(turn.output_ids), turn.timings
+        self._queued.observe(timings.queued_s)
+        if tokens:
+            self._first_token.observe(max(0.0, latency_s - timings.decode_s))
+        if tokens > 1:
+            self._between_tokens.observe(timings.decode_s / (tokens - 1), times=tokens - 1)
+
+    def loaded(self, result: LoadReport | RollmillError) -> None:
+        """Count a weight load that ended."""
+        outcome = result.code if isinstance(result, RollmillError) else "ok" if result.changed else "unchanged"
+        self._loads[outcome] = self._loads.get(outcome, 0) + 1
+        if isinstance(result, RollmillError) or not result.changed:
+            return
+        for phase, histogram in self._load_s.items():
+            histogram.observe(getattr(result, f"{phase}_s"))
+        self._pause_s.observe(result.pause_s)
+
+    def _count_tokens(self, load: EngineLoad) -> None:
+        """Put what the engine did since the last look into the last minute."""
+        now_s, since_s, before = self._clock.now_s(), self._last_load_s, self._last_load
+        self._tokens.add(load.output_tokens - before.output_tokens, since_s=since_s, now_s=now_s)
+        self._passes.add(load.decode_passes - before.decode_passes, since_s=since_s, now_s=now_s)
+        self._last_load, self._last_load_s = load, now_s
+
+    # -- what Prometheus asks
+
+    def render(self) -> bytes:
+        """Return the page in Prometheus' text form; `CONTENT_TYPE` says so in HTTP."""
+        from prometheus_client import CollectorRegistry, generate_latest
+
+        registry = CollectorRegistry(auto_describe=False)
+        registry.register(self)
+        return generate_latest(registry)
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the metrics of this moment; what the client's registry asks for."""
+        samples = self._samples()
+        for name, values in samples.items():
+            if values:
+                yield self._metric(name, values)
+        label = {"model_name": self._model_name or self._replica.engine.info().model}
+        for alias, name in ALIASES.items() if self._aliases else ():
+            yield self._metric(alias, [({**labels, **label}, value) for labels, value in samples[name]], like=name)
+
+    def _metric(
+        self, name: str, samples: Sequence[tuple[Mapping[str, str], Any]], *, like: str | None = None
+    ) -> Metric:
+        from prometheus_client.core import Metric
+
+        kind, text = METRICS[like or name]
+        metric = Metric(name.removesuffix("_total") if kind == "counter" else name, text, kind)
+        for labels, value in samples:
+            if isinstance(value, Histogram):
+                for bound, count in value.cumulative():
+                    metric.add_sample(f"{name}_bucket", {**labels, "le": bound}, count)
+                metric.add_sample(f"{name}_count", dict(labels), value.count)
+                metric.add_sample(f"{name}_sum", dict(labels), value.total)
+            else:
+                metric.add_sample(name, dict(labels), value)
+        return metric
+
+    def _samples(self) -> dict[str, list[tuple[dict[str, str], Any]]]:
+        """Return name -> [(labels, number or histogram)]; an empty list where nothing can be said."""
+        engine, now_s = self._replica.engine, self._clock.now_s()
+        load, info = engine.load(), engine.info()
+        self._count_tokens(load)
+        ended, passes = self._ended.sum(now_s=now_s), self._passes.sum(now_s=now_s)
+        newest = None if self._newest_version is None else self._newest_version()
+        plain: dict[str, Any] = {
+            "error_rate": self._failed.sum(now_s=now_s) / ended if ended else 0.0,
+            "rollout_throughput": self._turns.per_s(now_s=now_s),
+            "rollout_latency_seconds": self._latency,
+            "time_to_first_token_seconds": self._first_token,
+            "inter_token_latency_seconds": self._between_tokens,
+            "request_queue_seconds": self._queued,
+            "queue_depth": load.waiting,
+            "requests_running": load.running,
+            "max_num_seqs": info.max_num_seqs,
+            "kv_cache_usage": kv_usage(load),
+            "tokens_per_s": self._tokens.per_s(now_s=now_s),
+            "generated_tokens_total": load.output_tokens,
+            "prefill_tokens_total": load.prefill_tokens,
+            "cached_tokens_total": load.cached_tokens,
+            "preemptions_total": load.preemptions,
+            "policy_version": info.policy_version,
+            "weight_pause_seconds": self._pause_s,
+        }
+        if load.decode_passes:
+            plain["batch_size"] = self._tokens.sum(now_s=now_s) / passes if passes else 0.0
+        if newest is not None:
+            plain["publish_lag_versions"] = max(0, newest - info.policy_version)
+        labelled: dict[str, tuple[str, Mapping[Any, Any]]] = {
+            "requests_total": ("outcome", self._requests),
+            "engine_seconds_total": ("cause", load.seconds),
+            "inference_gpu_util": ("gpu", {} if self._gpus is None else self._gpus.read()),
+            "weight_loads_total": ("outcome", self._loads),
+            "weight_load_seconds": ("phase", self._load_s),
+            "replica_state": ("state", {s.value: int(s is self._replica.standing.state) for s in ReplicaState}),
+        }
+        of_info = {"engine": info.kind, "model": info.model, "dtype": info.dtype}
+        found: dict[str, list[tuple[dict[str, str], Any]]] = {name: [] for name in METRICS}
+        found["rollmill_replica_info"].append((of_info, 1))
+        for name, value in plain.items():
+            found[f"rollmill_{name}"].append(({}, value))
+        for name, (label, values) in labelled.items():
+            found[f"rollmill_{name}"] += [({label: str(key)}, value) for key, value in values.items()]
+        return found
+
+
+def kv_usage(load: EngineLoad) -> float:
+    """Return the share of the KV cache that is in use; 0 where the engine has none."""
+    return load.kv_used_tokens / load.kv_capacity_tokens if load.kv_capacity_tokens else 0.0
+
+
+def outcome_of(result: Sequence[Turn] | BaseException) -> str:
+    """Return the outcome that a call is counted under.
+
+    Example:
+        >>> outcome_of(asyncio.CancelledError()), outcome_of(UserError("no")), outcome_of(KeyError("bug"))
+        ('cancelled', 'user', 'other')
+    """
+    if isinstance(result, asyncio.CancelledError):
+        return "cancelled"
+    if isinstance(result, RollmillError):
+        return result.code
+    if isinstance(result, BaseException):
+        return "other"
+    return "aborted" if any(turn.stop_reason in (StopReason.ABORT, StopReason.ERROR) for turn in result) else "ok"
+
+
+def is_failure(error: BaseException) -> bool:
+    """Return whether an error counts in the error rate: faults and bugs, not what the caller did."""
+    return not isinstance(error, asyncio.CancelledError | UserError)

@@ -1,0 +1,91 @@
+"""Counts that stay small however long a replica serves: histograms, and sums over the last minute. Pure."""
+
+from __future__ import annotations
+
+import bisect
+import collections
+from collections.abc import Iterator, Sequence
+
+SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+"""Upper bounds for waits of a whole request: from an idle small model to a deadline."""
+TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5)
+"""Upper bounds for the time between two tokens."""
+
+
+class Histogram:
+    """How many values lie at or under each bound, and their sum.
+
+    Example:
+        >>> waits = Histogram((1.0, 5.0))
+        >>> for value in (0.5, 1.0, 7.0):
+        ...     waits.observe(value)
+        >>> list(waits.cumulative()), waits.total
+        ([('1.0', 2), ('5.0', 2), ('+Inf', 3)], 8.5)
+    """
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self._bounds = tuple(bounds)
+        self._counts = [0] * (len(self._bounds) + 1)
+        self.total = 0.0
+        self.count = 0
+
+    def observe(self, value: float, *, times: int = 1) -> None:
+        """Count a value, several times if it stands for several."""
+        self._counts[bisect.bisect_left(self._bounds, value)] += times
+        self.total += value * times
+        self.count += times
+
+    def cumulative(self) -> Iterator[tuple[str, int]]:
+        """Yield (upper bound as text, values at or under it), the last one without bound."""
+        seen = 0
+        for bound, count in zip((*map(str, self._bounds), "+Inf"), self._counts, strict=True):
+            seen += count
+            yield bound, seen
+
+
+class Recent:
+    """The sum of what happened in the last `window_s` seconds, in buckets of a second.
+
+    Example:
+        >>> tokens = Recent(now_s=0.0, window_s=60)
+        >>> tokens.add(120.0, since_s=0.0, now_s=4.0)
+        >>> tokens.per_s(now_s=4.0)
+        30.0
+        >>> tokens.per_s(now_s=62.0)  # the seconds from 2 on are left
+        1.0
+    """
+
+    def __init__(self, *, now_s: float, window_s: int = 60) -> None:
+        self._began_s = now_s
+        self._window_s = window_s
+        self._buckets: collections.deque[tuple[int, float]] = collections.deque()
+
+    def add(self, amount: float, *, now_s: float, since_s: float | None = None) -> None:
+        """Count an amount now, or spread evenly over the time since then."""
+        last = int(now_s)
+        first = last if since_s is None else max(int(since_s), last - self._window_s)
+        # The second that has just begun gets none of what came to be before it.
+        seconds = range(first, last) if last > first else range(last, last + 1)
+        for second in seconds:
+            self._put(second, amount / len(seconds))
+        self._forget(now_s)
+
+    def _put(self, second: int, amount: float) -> None:
+        if self._buckets and self._buckets[-1][0] >= second:
+            at, before = self._buckets[-1]
+            self._buckets[-1] = (at, before + amount)
+        else:
+            self._buckets.append((second, amount))
+
+    def _forget(self, now_s: float) -> None:
+        while self._buckets and self._buckets[0][0] < now_s - self._window_s:
+            self._buckets.popleft()
+
+    def sum(self, *, now_s: float) -> float:
+        """Return what happened in the window."""
+        self._forget(now_s)
+        return sum(amount for _, amount in self._buckets)
+
+    def per_s(self, *, now_s: float) -> float:
+        """Return the rate in the window, or since the start where that is shorter (but not under a second)."""
+        return self.sum(now_s=now_s) / max(1.0, min(float(self._window_s), now_s - self._began_s))
