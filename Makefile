@@ -99,7 +99,7 @@ bench: $(VENV)/.bench ## Run all benchmarks in turn (hours); one of them: make b
 
 proto: $(VENV)/.dev ## Generate the code of the gRPC service from its .proto
 	$(BIN)/python -m grpc_tools.protoc -I src --python_out=src --pyi_out=src --grpc_python_out=src \
-	  src/rollmill/generator/proto/policy_inference.proto
+	  src/rollmill/generator/proto/policy_inference.proto src/rollmill/generator/proto/rl_inference.proto
 
 clean: ## Remove .venv and what was built
 	rm -rf $(VENV) site dist .pytest_cache .ruff_cache .hypothesis

@@ -8,13 +8,18 @@ Two branches. The user can fix a `UserError`; a `Fault` is something that failed
     |   |-- ConfigError                a setting is unknown, mistyped or impossible
     |   |-- ModelError                 model missing, unsupported architecture, wrong tokenizer
     |   |-- DataError                  data set empty, overlapping, or a prompt longer than the context
+    |   |-- Unauthenticated            a call came without the token that the service asks for
     |   |-- RunDirectoryError          run directory unwritable, occupied, or of another run
     |   |-- CheckpointError            checkpoint missing or damaged
     |   `-- MissingExtraError          an optional package is not installed
     `-- Fault                          something failed
         |-- EngineError                the inference engine could not serve
         |   |-- EngineDead             the engine or its process is gone
-        |   `-- RequestAborted         the request was aborted, with what it had produced
+        |   |-- NotServing             the replica takes no requests now; another one may
+        |   |-- Overloaded             more requests than the replica or the router takes at once
+        |   |-- RequestAborted         the request was aborted, with what it had produced
+        |   |-- RequestIdInUse         another request with this id lives
+        |   `-- SlowReader             the caller does not read the tokens it asked for
         |-- EnvironmentFault           the environment or its sandbox failed
         |-- ScoringFault               the scorer raised, hung or died; never a reward
         |-- LengthMismatch             parallel arrays of a record disagree
@@ -65,6 +70,12 @@ class DataError(UserError):
     code = "data"
 
 
+class Unauthenticated(UserError):
+    """A call came without the token that the service asks for, or with another one."""
+
+    code = "unauthenticated"
+
+
 class RunDirectoryError(UserError):
     """The run directory cannot be used."""
 
@@ -107,10 +118,42 @@ class EngineDead(EngineError):
     code = "engine_dead"
 
 
+class NotServing(EngineError):
+    """The replica takes no requests now (starting, dirty, draining); another one may."""
+
+    code = "not_serving"
+
+
+class Overloaded(EngineError):
+    """More requests than are taken at once; nothing was begun.
+
+    Attributes:
+        retry_after_s: when a place is likely to be free.
+    """
+
+    code = "overloaded"
+
+    def __init__(self, message: str, *, retry_after_s: float) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
 class RequestAborted(EngineError):
     """The request was aborted before it finished."""
 
     code = "request_aborted"
+
+
+class RequestIdInUse(EngineError):
+    """Another request with this id lives; ids are unique while a request lives."""
+
+    code = "request_id_in_use"
+
+
+class SlowReader(EngineError):
+    """The caller does not read the tokens of its stream; the request was aborted to keep memory bounded."""
+
+    code = "slow_reader"
 
 
 class EnvironmentFault(Fault):

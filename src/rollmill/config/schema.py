@@ -158,6 +158,47 @@ class VllmSettings(Section):
     """Further arguments of the server, as its own documentation names them. Those that Rollmill sets are refused."""
 
 
+class LimitSettings(Section):
+    """What one replica takes from its callers, so that none of them can use up its memory or stall the others."""
+
+    max_requests: int = knob(
+        4096, unit="samples", raising="longer queue, more memory", lowering="earlier refusals (429)", ge=1
+    )
+    """Samples that run or wait at once, each sibling counted. One more is refused, with the time to ask again."""
+    max_siblings: int = knob(
+        256, unit="samples", raising="larger groups in one call", lowering="smaller groups in one call", ge=1
+    )
+    """Samples of one call (`siblings`, `n`)."""
+    max_prompt_tokens: int | None = knob(
+        None, unit="tokens", raising="longer prompts", lowering="shorter prompts, earlier refusals", ge=1
+    )
+    """Longest prompt; `None` takes what `generator.max_model_len` leaves room for."""
+    max_new_tokens: int | None = knob(
+        None, unit="tokens", raising="longer outputs", lowering="shorter outputs, earlier refusals", ge=1
+    )
+    """Largest `max_new_tokens` of a call; `None` takes any, and the context caps the output."""
+    max_body_bytes: int = knob(
+        64 * 1024 * 1024, unit="bytes", raising="larger requests", lowering="less memory per call", ge=1024
+    )
+    """Largest message of a caller; 64 MiB hold the token ids of a million-token prompt many times over."""
+    max_request_id_chars: int = knob(256, unit="characters", raising="longer ids", lowering="shorter ids", ge=16)
+    """Longest id of a request, a session or a group."""
+    stream_events: int = knob(
+        1024, unit="events", raising="more patience, more memory per stream", lowering="less patience", ge=16
+    )
+    """Events of a stream that wait for their reader; at one more the request is aborted, for its memory would grow."""
+    stream_stall_s: float = knob(
+        60.0, unit="s", raising="more patience", lowering="a stuck reader gives its stream back sooner", gt=0
+    )
+    """Longest wait for the reader of a stream to take one event."""
+    keepalive_s: float = knob(30.0, unit="s", raising="less traffic", lowering="dead peers are noticed sooner", gt=0)
+    """A connection on which nothing came for this long is asked whether it lives."""
+    keepalive_timeout_s: float = knob(
+        10.0, unit="s", raising="tolerates worse networks", lowering="dead peers are noticed sooner", gt=0
+    )
+    """A connection that does not answer within this time is closed, and its requests are aborted."""
+
+
 class GeneratorSettings(Section):
     """The generator service."""
 
@@ -242,6 +283,8 @@ class GeneratorSettings(Section):
     replica is dirty."""
     vllm: VllmSettings = VllmSettings()
     """Only with `engine = "vllm"`."""
+    limits: LimitSettings = LimitSettings()
+    """What one replica takes from its callers."""
 
 
 class TrainerSettings(Section):

@@ -12,12 +12,13 @@ from rollmill.errors import EngineError, RollmillError
 from rollmill.generator.engines.protocol import OnTokens
 from rollmill.generator.proto import policy_inference_pb2 as pb
 from rollmill.generator.proto import policy_inference_pb2_grpc as pb_grpc
+from rollmill.generator.security import TlsFiles, bearer
+from rollmill.generator.statuses import error_from_status
 from rollmill.generator.wire import (
     LoadReport,
     ReplicaStatus,
     TurnAssembler,
     chunk_from_message,
-    error_from_status,
     report_from_message,
     request_to_message,
     status_from_message,
@@ -30,6 +31,26 @@ M = TypeVar("M")
 MESSAGE_BYTES = 64 * 1024 * 1024
 
 
+def open_channel(address: str, *, tls: TlsFiles | None = None) -> grpc.aio.Channel:
+    """Return a channel to a generator, to be closed by the caller.
+
+    Raises:
+        ConfigError: if a TLS file cannot be read.
+    """
+    options: list[tuple[str, int | str]] = [
+        ("grpc.max_send_message_length", MESSAGE_BYTES),
+        ("grpc.max_receive_message_length", MESSAGE_BYTES),
+        ("grpc.enable_http_proxy", 0),
+    ]
+    if tls is None:
+        return grpc.aio.insecure_channel(address, options=options)
+    if tls.server_name:
+        options.append(("grpc.ssl_target_name_override", tls.server_name))
+    files = tls.read()
+    credentials = grpc.ssl_channel_credentials(files.ca, files.key, files.cert)
+    return grpc.aio.secure_channel(address, credentials, options=options)
+
+
 class GeneratorClient:
     """One replica, over gRPC.
 
@@ -37,25 +58,32 @@ class GeneratorClient:
         address: `host:port`.
         control_deadline_s: deadline of `abort`, `score` and `status`.
         grace_s: added to a request's own deadline, so that the engine's partial turn arrives before the call ends.
+        token: what the replica asks for, if it asks for one.
+        tls: encrypts the channel: `TlsFiles()` trusts the system's authorities, `ca` names another one, and `cert` and
+            `key` are this client's own (mTLS). `None` does not encrypt.
 
     Raises:
+        ConfigError: at once, if a TLS file cannot be read.
+        Unauthenticated: from every call, if the replica asks for another token.
         EngineDead: from every call, if the replica cannot be reached.
         DeadlineExceeded: from every call that got no answer in time.
         RollmillError: whatever class the replica raised, with its message.
     """
 
-    def __init__(self, address: str, *, control_deadline_s: float = 30.0, grace_s: float = 5.0) -> None:
+    def __init__(
+        self,
+        address: str,
+        *,
+        control_deadline_s: float = 30.0,
+        grace_s: float = 5.0,
+        token: str | None = None,
+        tls: TlsFiles | None = None,
+    ) -> None:
         self.address = address
         self._control_deadline_s = control_deadline_s
         self._grace_s = grace_s
-        self._channel = grpc.aio.insecure_channel(
-            address,
-            options=(
-                ("grpc.max_send_message_length", MESSAGE_BYTES),
-                ("grpc.max_receive_message_length", MESSAGE_BYTES),
-                ("grpc.enable_http_proxy", 0),
-            ),
-        )
+        self._metadata = () if token is None else (("authorization", bearer(token)),)
+        self._channel = open_channel(address, tls=tls)
         self._stub = pb_grpc.PolicyInferenceStub(self._channel)
 
     async def generate(self, request: GenerateRequest, *, on_tokens: OnTokens | None = None) -> Turn:
@@ -94,7 +122,9 @@ class GeneratorClient:
 
     async def _stream(self, request: GenerateRequest, *, on_tokens: OnTokens) -> Turn:
         assembler = TurnAssembler(request.request_id, prompt_ids=request.prompt_ids)
-        call = self._stub.GenerateStream(request_to_message(request), timeout=request.deadline_s + self._grace_s)
+        call = self._stub.GenerateStream(
+            request_to_message(request), timeout=request.deadline_s + self._grace_s, metadata=self._metadata
+        )
         try:
             async for event in call:
                 if event.HasField("tokens"):
@@ -123,6 +153,15 @@ class GeneratorClient:
         reply = await self._call(self._stub.Score, message, deadline_s=self._control_deadline_s)
         return np.array(reply.logprobs, dtype=np.float32)
 
+    async def reward(self, token_ids: np.ndarray) -> float:
+        """Return the score that the replica's reward head gives to a whole sequence.
+
+        Raises:
+            EngineError: if its engine has no reward head, naming those that have one.
+        """
+        message = pb.ScoreRequest(token_ids=token_ids.tolist(), what="reward")
+        return (await self._call(self._stub.Score, message, deadline_s=self._control_deadline_s)).reward
+
     async def load_weights(self, policy_version: int, *, deadline_s: float) -> LoadReport:
         """Make the replica serve this version.
 
@@ -149,7 +188,7 @@ class GeneratorClient:
 
     async def _call(self, method: Callable[..., Awaitable[M]], message: Any, *, deadline_s: float) -> M:
         try:
-            return await method(message, timeout=deadline_s)
+            return await method(message, timeout=deadline_s, metadata=self._metadata)
         except grpc.aio.AioRpcError as error:
             raise self._typed(error, asked=type(message).__name__) from error
 

@@ -5,17 +5,21 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, Protocol
+
+import msgspec
 
 from rollmill.clock import Clock, SystemClock
 from rollmill.config.precision import resolve_dtype
-from rollmill.errors import EngineDead, ModelError
+from rollmill.config.schema import LimitSettings
+from rollmill.errors import EngineDead, EngineError, ModelError
 from rollmill.generator.engines.fake import FakeEngine
 from rollmill.generator.engines.protocol import Engine, KvPolicy
 from rollmill.generator.loading import Replica
-from rollmill.generator.server import PolicyInferenceServicer, new_server
+from rollmill.generator.security import Access, address_of
+from rollmill.generator.server import bind, new_server
 from rollmill.generator.service import InferenceService, TextCodec
 from rollmill.weights.protocol import ModelRepository
 
@@ -23,6 +27,36 @@ if TYPE_CHECKING:
     import torch
 
     from rollmill.generator.engines.embedded.model import ServedModel
+
+
+class Addresses(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a replica answers.
+
+    Attributes:
+        grpc: `host:port`.
+        others: name of a face -> its address.
+    """
+
+    grpc: str
+    others: dict[str, str] = {}
+
+
+class Face(Protocol):
+    """Another way to call the same replica, beside gRPC."""
+
+    @property
+    def name(self) -> str:
+        """Its protocol, for example `http`."""
+        ...
+
+    async def serve(self, service: InferenceService, *, stop: asyncio.Event, on_bound: Callable[[str], None]) -> None:
+        """Serve until `stop` is set.
+
+        Args:
+            on_bound: gets the address, once, when calls are answered.
+        """
+        ...
+
 
 EngineKind = Literal["embedded", "fake"]
 
@@ -96,17 +130,22 @@ async def serve(
     engine: Engine,
     repository: ModelRepository,
     kv_policy: KvPolicy,
-    address_file: str | Path,
+    address_file: str | Path | None = None,
     host: str = "127.0.0.1",
+    port: int = 0,
+    access: Access | None = None,
     stop: asyncio.Event,
     load_deadline_s: float,
     stage_weights: bool = True,
     codec: TextCodec | None = None,
+    limits: LimitSettings | None = None,
+    models: Sequence[str] = (),
+    faces: Sequence[Face] = (),
     drain_s: float = 5.0,
-    on_serving: Callable[[], None] | None = None,
+    on_serving: Callable[[Addresses], None] | None = None,
     clock: Clock | None = None,
 ) -> None:
-    """Serve until `stop` is set, then drain and close engine and server.
+    """Serve until `stop` is set, then drain and close engine, server and other faces.
 
     The engine's version is held in the repository and proven on its canary before the address is written.
 
@@ -114,14 +153,20 @@ async def serve(
         engine: serves a version that the repository knows.
         repository: where later versions are pulled from.
         kv_policy: what happens to the KV of requests in flight when weights change.
-        address_file: gets `{"address": ..., "pid": ..., "policy_version": ...}`, atomically, once calls are answered.
-        host: interface to bind; the port is chosen by the system.
+        address_file: gets `{"address": ..., "pid": ..., "policy_version": ...}`, atomically, once calls are answered;
+            `None` writes none.
+        host: interface to bind.
+        port: of gRPC; 0 lets the system choose.
+        access: what callers must show; who may bind what is `security.check_binding`'s to say.
         stop: ends the service.
         load_deadline_s: a weight load that takes longer fails.
         stage_weights: whether new weights are made ready while the old ones serve, where the engine can.
         codec: of the model's tokenizer; without it only token ids are taken.
+        limits: what one caller may ask for, and how much all of them at once.
+        models: names under which a request may ask for the model.
+        faces: what serves the same replica beside gRPC.
         drain_s: time for running requests to finish after `stop`.
-        on_serving: called once the address is written; wakes whoever waits for it.
+        on_serving: called once all faces are bound and calls are answered; gets the addresses.
         clock: times of loads; the machine's if `None`.
 
     Raises:
@@ -141,21 +186,25 @@ async def serve(
         clock=SystemClock() if clock is None else clock,
     )
     try:
+        closing = asyncio.Event()
         async with asyncio.TaskGroup() as tasks:
-            service = InferenceService(replica, tasks=tasks, codec=codec)
-            servicer = PolicyInferenceServicer(service)
-            server = new_server(servicer)
-            port = server.add_insecure_port(f"{host}:0")
+            service = InferenceService(replica, tasks=tasks, codec=codec, limits=limits, models=models)
+            server, servicer = new_server(service, access=access)
+            bound = bind(server, address_of(host, port), access=access)
             try:
                 await replica.start()
                 await servicer.publish_health()
                 await server.start()
-                _write_address(Path(address_file), address=f"{host}:{port}", engine=engine)
+                others = [await _start_face(face, service, tasks=tasks, stop=closing) for face in faces]
+                addresses = Addresses(grpc=address_of(host, bound), others=dict(others))
+                if address_file is not None:
+                    _write_address(Path(address_file), address=addresses.grpc, engine=engine)
                 if on_serving is not None:
-                    on_serving()
+                    on_serving(addresses)
                 await _until_over(stop, service.engine_died)
                 await service.drain(drain_s, reason="the generator was told to stop")
             finally:
+                closing.set()
                 await server.stop(grace=1.0)
     except BaseExceptionGroup as group:  # one error as a rule, and the first is the cause of the others
         raise group.exceptions[0] from group
@@ -164,6 +213,20 @@ async def serve(
         await replica.close()
     if service.engine_died.is_set():
         raise EngineDead(replica.standing.reason)
+
+
+async def _start_face(
+    face: Face, service: InferenceService, *, tasks: asyncio.TaskGroup, stop: asyncio.Event
+) -> tuple[str, str]:
+    """Start a face and return its name and address once it is bound."""
+    bound: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    serving = tasks.create_task(face.serve(service, stop=stop, on_bound=bound.set_result), name=face.name)
+    await asyncio.wait({bound, serving}, return_when=asyncio.FIRST_COMPLETED)
+    if not bound.done():  # it ended before it was bound: with an error
+        bound.cancel()
+        await serving
+        raise EngineError(f"the {face.name} face ended before it was bound")
+    return face.name, bound.result()
 
 
 async def _until_over(stop: asyncio.Event, engine_died: asyncio.Event) -> None:

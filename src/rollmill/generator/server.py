@@ -3,6 +3,7 @@
 | call | waits for | gives up after |
 |---|---|---|
 | Generate, GenerateStream | its turns | the request's deadline (the engine returns what there is); the client leaves |
+| one event of a stream | its reader | `generator.limits.stream_stall_s`; earlier if too many events wait |
 | LoadWeights | pull, swap, proof | the load deadline; goes on if the client leaves |
 | Drain | requests that run | the deadline in the call; the rest is aborted and counted |
 | others | the end of the engine's current step | the client's deadline |
@@ -12,41 +13,50 @@ Translates; what is refused and why is the service's.
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 import grpc
 import numpy as np
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
 
-from rollmill.errors import RollmillError
+from rollmill.config.schema import LimitSettings
+from rollmill.errors import ConfigError, DataError, RollmillError, Unauthenticated
+from rollmill.generator.event_stream import EventStream
 from rollmill.generator.proto import policy_inference_pb2 as pb
 from rollmill.generator.proto import policy_inference_pb2_grpc as pb_grpc
+from rollmill.generator.proto import rl_inference_pb2 as rl_pb
+from rollmill.generator.proto import rl_inference_pb2_grpc as rl_pb_grpc
+from rollmill.generator.security import Access, admits
 from rollmill.generator.service import InferenceService
 from rollmill.generator.state import ReplicaState
+from rollmill.generator.statuses import error_to_status
 from rollmill.generator.wire import (
-    chunk_to_message,
-    error_to_status,
-    finished_to_message,
+    DEFAULT_DEADLINE_S,
     prompt_from_message,
     report_to_message,
     request_from_message,
+    seed_of,
     status_to_message,
     turns_to_message,
 )
-from rollmill.types import GenerateRequest, TokenChunk, Turn
+from rollmill.types import GenerateRequest, SamplingParams, Turn
 
 T = TypeVar("T")
 Context = grpc.aio.ServicerContext
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["PolicyInference"].full_name
+MINIMAL_SERVICE_NAME = rl_pb.DESCRIPTOR.services_by_name["PolicyInference"].full_name
+HEALTH_SERVICE_NAME = health.SERVICE_NAME
 MESSAGE_BYTES = 64 * 1024 * 1024
-"""Largest message; token ids of a million-token turn fit."""
+"""Largest message of a channel of ours; token ids of a million-token turn fit."""
 CHANNEL_OPTIONS = (
     ("grpc.max_send_message_length", MESSAGE_BYTES),
     ("grpc.max_receive_message_length", MESSAGE_BYTES),
 )
+_CONTROL_CALLS = 64
+"""Calls beside requests (status, health, abort, load) that one connection has room for when all places are taken."""
 
 
 class PolicyInferenceServicer(pb_grpc.PolicyInferenceServicer):
@@ -65,26 +75,17 @@ class PolicyInferenceServicer(pb_grpc.PolicyInferenceServicer):
         """Sample turns."""
         return await self._answer(context, lambda: self._generate(request))
 
-    async def GenerateStream(self, request: pb.GenerateRequest, context: Context) -> AsyncIterator[pb.GenerateEvent]:
+    async def GenerateStream(self, request: pb.GenerateRequest, context: Context) -> None:
         """Sample turns, token by token."""
-        events: asyncio.Queue[pb.GenerateEvent | None] = asyncio.Queue()
-        async with asyncio.TaskGroup() as tasks:
-            work = tasks.create_task(self._stream(request, events=events))
-            while (event := await events.get()) is not None:
-                yield event
-        error = work.result()
-        if error is not None:
-            await self._fail(context, error)
+        await self._answer(context, lambda: self._stream(request, context))
 
     async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortReply:
         """Abort exactly the named request."""
         return pb.AbortReply(found=await self._answer(context, lambda: self.service.abort(request.request_id)))
 
     async def Score(self, request: pb.ScoreRequest, context: Context) -> pb.ScoreReply:
-        """Return log-probs of given tokens."""
-        ids = np.array(request.token_ids, dtype=np.int64)
-        logprobs, version = await self._answer(context, lambda: self.service.score(ids))
-        return pb.ScoreReply(logprobs=logprobs.tolist(), policy_version=version)
+        """Return log-probs of given tokens, or a reward."""
+        return await self._answer(context, lambda: self._score(request))
 
     async def LoadWeights(self, request: pb.LoadWeightsRequest, context: Context) -> pb.LoadWeightsReply:
         """Serve another version."""
@@ -105,7 +106,7 @@ class PolicyInferenceServicer(pb_grpc.PolicyInferenceServicer):
         """Tell the standard health service whether this replica takes requests."""
         serving = self.service.replica.standing.state is ReplicaState.SERVING
         kinds = health_pb2.HealthCheckResponse
-        for name in ("", SERVICE_NAME):
+        for name in ("", SERVICE_NAME, MINIMAL_SERVICE_NAME):
             await self.health.set(name, kinds.SERVING if serving else kinds.NOT_SERVING)
 
     async def _generate(self, message: pb.GenerateRequest) -> pb.GenerateReply:
@@ -118,68 +119,197 @@ class PolicyInferenceServicer(pb_grpc.PolicyInferenceServicer):
             texts=[self._text(turn) for turn in turns] if rendered else None,
         )
 
-    async def _stream(
-        self, message: pb.GenerateRequest, *, events: asyncio.Queue[pb.GenerateEvent | None]
-    ) -> RollmillError | None:
-        """Put the events of a request into the queue, `None` last; an error is a value, so that it comes after them."""
-        try:
-            request, rendered = self._request(message)
-            if rendered:
-                first = pb.GenerateEvent(request_id=request.request_id, prompt_ids=request.prompt_ids.tolist())
-                events.put_nowait(first)
-            listener = _Events(events, request_id=request.request_id, text=self._text if rendered else None)
-            await self.service.generate(request, siblings=message.siblings or 1, listener=listener)
-        except RollmillError as error:
-            return error
-        finally:
-            events.put_nowait(None)
-        return None
+    async def _stream(self, message: pb.GenerateRequest, context: Context) -> None:
+        request, rendered = self._request(message)
+        stream = EventStream(
+            request,
+            siblings=message.siblings or 1,
+            limits=self.service.limits,
+            text=self._text if rendered else None,
+        )
+        await stream.run(self.service, write=context.write)
+
+    async def _score(self, message: pb.ScoreRequest) -> pb.ScoreReply:
+        ids = np.array(message.token_ids, dtype=np.int64)
+        match message.what:
+            case "" | "logprobs":
+                logprobs, version = await self.service.score(ids)
+                return pb.ScoreReply(logprobs=logprobs.tolist(), policy_version=version)
+            case "reward":
+                reward, version = await self.service.reward(ids)
+                return pb.ScoreReply(reward=reward, policy_version=version)
+            case other:
+                raise DataError(f"Score was asked for {other!r}; it gives `logprobs` or `reward`")
 
     def _request(self, message: pb.GenerateRequest) -> tuple[GenerateRequest, bool]:
         """Return the request, and whether its prompt was rendered here."""
+        self.service.check_model(message.model)
         prompt = prompt_from_message(message)
         rendered = not isinstance(prompt, np.ndarray)
         codec = self.service.codec
         stops = codec.stop_token_ids if rendered and codec is not None else ()
         ids = self.service.encode(prompt)
-        return request_from_message(message, prompt_ids=ids, stop_token_ids=stops), rendered
+        cap = self.service.limits.max_new_tokens
+        return request_from_message(message, prompt_ids=ids, stop_token_ids=stops, max_new_tokens=cap), rendered
 
     def _text(self, turn: Turn) -> str:
         codec = self.service.codec
         return "" if codec is None else codec.decode(turn.output_ids)
 
     async def _answer(self, context: Context, work: Callable[[], Awaitable[T]]) -> T:
-        try:
-            return await work()
-        except RollmillError as error:
-            await self._fail(context, error)
-            raise
-
-    async def _fail(self, context: Context, error: RollmillError) -> None:
-        await self.service.take_note(error)
-        name, details, metadata = error_to_status(error)
-        await context.abort(grpc.StatusCode[name], details, tuple(metadata.items()))
+        return await answer(self.service, context=context, work=work)
 
 
-class _Events:
-    """Makes events of a stream out of what a call of the service lets hear."""
+class MinimalServicer(rl_pb_grpc.PolicyInferenceServicer):
+    """Answers the minimal published interface, `rl_inference.proto`, for the same replica.
 
-    def __init__(
-        self, events: asyncio.Queue[pb.GenerateEvent | None], *, request_id: str, text: Callable[[Turn], str] | None
-    ) -> None:
-        self._events, self._request_id, self._text = events, request_id, text
+    Args:
+        service: what is served.
+    """
 
-    def tokens(self, index: int, chunk: TokenChunk) -> None:
-        self._events.put_nowait(chunk_to_message(chunk, request_id=self._request_id, index=index))
+    def __init__(self, service: InferenceService) -> None:
+        self.service = service
 
-    def finished(self, index: int, turn: Turn) -> None:
-        text = None if self._text is None else self._text(turn)
-        self._events.put_nowait(finished_to_message(turn, request_id=self._request_id, index=index, text=text))
+    async def Generate(self, request: rl_pb.GenerateRequest, context: Context) -> rl_pb.GenerateResponse:
+        """Sample one continuation of token ids."""
+        return await answer(self.service, context=context, work=lambda: self._generate(request))
+
+    async def _generate(self, message: rl_pb.GenerateRequest) -> rl_pb.GenerateResponse:
+        codec = self.service.codec
+        asked = GenerateRequest(
+            request_id=message.request_id,
+            prompt_ids=np.array(message.prompt_ids, dtype=np.int64),
+            sampling=SamplingParams(
+                max_new_tokens=message.max_new_tokens,
+                seed=seed_of(message.request_id),
+                stop_token_ids=() if codec is None else tuple(codec.stop_token_ids),
+            ),
+            deadline_s=DEFAULT_DEADLINE_S,
+        )
+        turn = (await self.service.generate(asked))[0]
+        return rl_pb.GenerateResponse(
+            request_id=message.request_id,
+            output_ids=turn.output_ids.tolist(),
+            logprob_sum=float(turn.behavior_logprobs.sum(dtype=np.float64)),
+            num_generated_tokens=len(turn.output_ids),
+        )
 
 
-def new_server(servicer: PolicyInferenceServicer) -> grpc.aio.Server:
-    """Return a server with the inference and the health service, not yet bound."""
-    server = grpc.aio.server(options=(*CHANNEL_OPTIONS, ("grpc.so_reuseport", 0)))
+async def answer(service: InferenceService, *, context: Context, work: Callable[[], Awaitable[T]]) -> T:
+    """Return what the work gives; end the call with its status if it raises one of our errors."""
+    try:
+        return await work()
+    except RollmillError as error:
+        await service.take_note(error)
+        await abort_with(error, context=context)
+        raise
+
+
+async def abort_with(error: RollmillError, *, context: Context) -> None:
+    """End a call with the status of an error."""
+    name, details, metadata = error_to_status(error)
+    await context.abort(grpc.StatusCode[name], details, tuple(metadata.items()))
+
+
+class TokenInterceptor(grpc.aio.ServerInterceptor):
+    """Lets only calls through that carry the token; health is for everybody, because probes have no secrets.
+
+    Args:
+        token: that callers must give as `authorization: Bearer TOKEN`.
+    """
+
+    def __init__(self, token: str) -> None:
+        self._token = token
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler:
+        """Pass the call on, or answer it with UNAUTHENTICATED."""
+        method = str(handler_call_details.method)
+        given = dict(handler_call_details.invocation_metadata or ()).get("authorization")
+        handler = await continuation(handler_call_details)
+        if method.startswith(f"/{HEALTH_SERVICE_NAME}/") or admits(given, token=self._token):
+            return handler
+        return _refusing(handler)
+
+
+def _refusing(handler: grpc.RpcMethodHandler | None) -> grpc.RpcMethodHandler | None:
+    """Return a handler that refuses the call before it reads what was sent; an unknown method stays unknown."""
+
+    async def refuse(_: object, context: Context) -> None:
+        error = Unauthenticated(
+            "the call has no token, or not the one that this replica was started with. Send it as metadata "
+            "`authorization: Bearer TOKEN` (GeneratorClient: token=...)"
+        )
+        await abort_with(error, context=context)
+
+    return None if handler is None else grpc.stream_stream_rpc_method_handler(refuse)
+
+
+def new_server(
+    service: InferenceService, *, access: Access | None = None
+) -> tuple[grpc.aio.Server, PolicyInferenceServicer]:
+    """Return a server with both inference services, health and reflection, not yet bound, and who answers its calls.
+
+    Args:
+        service: what is served; its limits bound messages, streams and silent connections.
+        access: what callers must show.
+    """
+    token = None if access is None else access.token
+    limits = service.limits
+    server = grpc.aio.server(
+        interceptors=() if token is None else (TokenInterceptor(token),),
+        options=server_options(limits),
+        # A reader that is stuck holds its call, but no place and no KV: twice the places, and then it is refused.
+        maximum_concurrent_rpcs=2 * limits.max_requests + _CONTROL_CALLS,
+    )
+    servicer = PolicyInferenceServicer(service)
     pb_grpc.add_PolicyInferenceServicer_to_server(servicer, server)
+    rl_pb_grpc.add_PolicyInferenceServicer_to_server(MinimalServicer(service), server)
     health_pb2_grpc.add_HealthServicer_to_server(servicer.health, server)
-    return server
+    names = (SERVICE_NAME, MINIMAL_SERVICE_NAME, HEALTH_SERVICE_NAME, reflection.SERVICE_NAME)
+    reflection.enable_server_reflection(names, server)
+    return server, servicer
+
+
+def server_options(limits: LimitSettings) -> tuple[tuple[str, int], ...]:
+    """Return the options of a server: bounds on messages and streams, and an end for connections that went silent."""
+    return (
+        ("grpc.max_send_message_length", -1),
+        ("grpc.max_receive_message_length", limits.max_body_bytes),
+        # Requests beyond the places are refused, not held back, so there must be streams for them.
+        ("grpc.max_concurrent_streams", 2 * limits.max_requests + _CONTROL_CALLS),
+        ("grpc.keepalive_time_ms", round(limits.keepalive_s * 1000)),
+        ("grpc.keepalive_timeout_ms", round(limits.keepalive_timeout_s * 1000)),
+        ("grpc.keepalive_permit_without_calls", 1),
+        # Clients may ping as often as we do; more is answered with GOAWAY.
+        ("grpc.http2.min_ping_interval_without_data_ms", round(limits.keepalive_s * 500)),
+        ("grpc.http2.max_pings_without_data", 0),
+        ("grpc.so_reuseport", 0),
+    )
+
+
+def bind(server: grpc.aio.Server, address: str, *, access: Access | None = None) -> int:
+    """Bind a server, with TLS where the access says so, and return the port.
+
+    Args:
+        address: `host:port`; port 0 lets the system choose.
+
+    Raises:
+        ConfigError: if the address cannot be bound, or a TLS file cannot be used.
+    """
+    try:
+        if access is None or access.tls is None:
+            return server.add_insecure_port(address)
+        files = access.tls.read()
+        credentials = grpc.ssl_server_credentials(
+            [(files.key, files.cert)], root_certificates=files.ca, require_client_auth=access.mutual
+        )
+        return server.add_secure_port(address, credentials)
+    except RuntimeError as error:
+        raise ConfigError(
+            f"{address} cannot be bound: {error}. Is the port taken by another process, the host an address of this "
+            "machine, and the certificate that of the key? Port 0 lets the system choose"
+        ) from error

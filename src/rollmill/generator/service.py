@@ -20,8 +20,19 @@ from typing import Protocol, TypeVar
 import msgspec
 import numpy as np
 
-from rollmill.errors import DataError, EngineDead, EngineError, RollmillError
+from rollmill.config.schema import LimitSettings
+from rollmill.errors import (
+    DataError,
+    EngineDead,
+    EngineError,
+    ModelError,
+    NotServing,
+    RequestIdInUse,
+    RollmillError,
+)
+from rollmill.generator.engines.protocol import REWARD_SCORE, RewardEngine, engines_with
 from rollmill.generator.engines.streams import mix
+from rollmill.generator.limits import Places, check_limits
 from rollmill.generator.loading import Replica
 from rollmill.generator.state import ReplicaState, move, refusal
 from rollmill.generator.wire import LoadReport, Prompt, ReplicaStatus, sibling_id
@@ -82,6 +93,8 @@ class InferenceService:
         replica: the engine, its standing and its loader.
         tasks: owns loads that outlive their call.
         codec: of the model's tokenizer; without it only token ids are taken.
+        limits: what one caller may ask for, and how much all of them at once.
+        models: names under which a request may ask for the model; the engine's name for it if there are none.
 
     Attributes:
         engine_died: set by the first call that finds the engine dead.
@@ -89,17 +102,38 @@ class InferenceService:
         observer: hears what became of every call.
     """
 
-    def __init__(self, replica: Replica, *, tasks: asyncio.TaskGroup, codec: TextCodec | None = None) -> None:
+    def __init__(
+        self,
+        replica: Replica,
+        *,
+        tasks: asyncio.TaskGroup,
+        codec: TextCodec | None = None,
+        limits: LimitSettings | None = None,
+        models: Sequence[str] = (),
+    ) -> None:
         self.replica = replica
         self.codec = codec
+        self.limits = LimitSettings() if limits is None else limits
+        self.models = tuple(models) or (replica.engine.info().model,)
         self.engine_died = asyncio.Event()
         self.on_standing: Callable[[], Awaitable[None]] | None = None
         self.observer: Observer | None = None
         self._tasks = tasks
         self._siblings: dict[str, tuple[str, ...]] = {}
+        self._names: set[str] = set()
+        self._places = Places(self.limits)
         self._active = 0
         self._idle = asyncio.Event()
         self._idle.set()
+
+    def check_model(self, name: str) -> None:
+        """Refuse a request for another model than the one that is served; an empty name means whatever is served.
+
+        Raises:
+            ModelError: naming the models that are served.
+        """
+        if name and name not in self.models:
+            raise ModelError(f"model {name!r} is not served here; served is {', '.join(map(repr, self.models))}")
 
     def encode(self, prompt: Prompt) -> np.ndarray:
         """Return int [prompt_tokens] of a prompt in any form.
@@ -129,8 +163,11 @@ class InferenceService:
             listener: hears tokens as they come.
 
         Raises:
-            EngineError: if the replica refuses (dirty, draining, too old) or the id is in use.
-            DataError: if prompt or parameters do not fit.
+            NotServing: if the replica is starting, dirty or draining; `EngineDead` if it is dead.
+            DataError: if prompt or parameters do not fit, or are over a limit.
+            RequestIdInUse: if another request with this id lives.
+            Overloaded: if as many samples as the replica takes run or wait.
+            EngineError: if the served weights are older than the request asks for.
 
         Cancellation:
             aborts all siblings and frees their KV.
@@ -150,17 +187,26 @@ class InferenceService:
 
     async def _generate(self, request: GenerateRequest, *, siblings: int, listener: Listener | None) -> list[Turn]:
         if (why := refusal(self.replica.standing, to_generate=True)) is not None:
-            raise EngineError(f"request {request.request_id} refused: {why}")
-        if request.request_id in self._siblings:
-            raise EngineError(f"request id {request.request_id} is in use; ids must be unique while a request lives")
+            kind = EngineDead if self.replica.standing.state is ReplicaState.DEAD else NotServing
+            raise kind(f"request {request.request_id} refused: {why}")
+        check_limits(request, siblings=siblings, limits=self.limits)
         parts = sibling_requests(request, siblings=siblings)
+        names = {request.request_id, *(part.request_id for part in parts)}
+        if used := names & self._names:
+            raise RequestIdInUse(
+                f"request id {min(used)} is in use; ids, also those of siblings, must be unique while a request lives"
+            )
+        self._places.take(siblings, request_id=request.request_id)
         self._siblings[request.request_id] = tuple(part.request_id for part in parts)
+        self._names |= names
         self._active += 1
         self._idle.clear()
         try:
             return await self._run(parts, listener=listener)
         finally:
             del self._siblings[request.request_id]
+            self._names -= names
+            self._places.give_back(siblings)
             self._active -= 1
             if not self._active:
                 self._idle.set()
@@ -179,10 +225,11 @@ class InferenceService:
         return [turn.result() for turn in turns]
 
     async def _run_one(self, index: int, request: GenerateRequest, *, listener: Listener | None) -> Turn:
-        if listener is None:
-            return await self.replica.engine.generate(request)
-        turn = await self.replica.engine.generate(request, on_tokens=functools.partial(listener.tokens, index))
-        listener.finished(index, turn)
+        hears = None if listener is None else functools.partial(listener.tokens, index)
+        turn = await self.replica.engine.generate(request, on_tokens=hears)
+        self._places.learn(turn)
+        if listener is not None:
+            listener.finished(index, turn)
         return turn
 
     async def abort(self, request_id: str) -> bool:
@@ -203,6 +250,26 @@ class InferenceService:
         if engine.info().policy_version != version:
             raise EngineError("the weights were swapped while these tokens were scored; score them again")
         return logprobs, version
+
+    async def reward(self, token_ids: np.ndarray) -> tuple[float, int]:
+        """Return the reward head's score of a whole sequence, and the policy version that gave it.
+
+        Raises:
+            EngineError: if the engine has no reward head, naming the engines that have one; or the weights were swapped
+                meanwhile.
+            DataError: if the ids do not fit.
+        """
+        engine = self.replica.engine
+        info = engine.info()
+        if REWARD_SCORE not in info.capabilities or not isinstance(engine, RewardEngine):
+            raise EngineError(
+                f"the {info.kind} engine serves {info.model} without a reward head, so it gives no rewards. Engines "
+                f"that give them: {engines_with(REWARD_SCORE)}; or ask for logprobs"
+            )
+        reward = await engine.reward(token_ids)
+        if engine.info().policy_version != info.policy_version:
+            raise EngineError("the weights were swapped while this sequence was scored; score it again")
+        return reward, info.policy_version
 
     async def load_weights(self, policy_version: int) -> LoadReport:
         """Serve another version; see `Replica.load` for the errors.

@@ -1,26 +1,16 @@
-"""Records to messages and back, and errors to status names and back. Pure; knows protobuf but not gRPC.
+"""Records to messages and back. Pure; knows protobuf but not gRPC.
 
 Lengths of parallel arrays are checked here, at the border, because a `Turn` checks itself when it is made.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import msgspec
 import numpy as np
 
-from rollmill.errors import (
-    DataError,
-    DeadlineExceeded,
-    EngineDead,
-    EngineError,
-    LengthMismatch,
-    RequestAborted,
-    RollmillError,
-    WeightError,
-    WeightMismatch,
-)
+from rollmill.errors import DataError, LengthMismatch
 from rollmill.generator.engines.sequence import spans_of
 from rollmill.generator.proto import policy_inference_pb2 as pb
 from rollmill.generator.state import ReplicaState
@@ -34,13 +24,13 @@ from rollmill.types import (
     TurnTimings,
     VersionSpan,
     Wave,
+    derive_seed,
 )
 
-CODE_KEY = "rollmill-code"
-"""Trailing metadata: the `code` of our error class, finer than the status."""
-PUBLISHED_KEY, SERVED_KEY = "rollmill-published", "rollmill-served"
 DEFAULT_DEADLINE_S = 120.0
 """Of a request that names none."""
+UNCAPPED_TOKENS = 2**31 - 1
+"""`max_new_tokens` of a request that names none: the context caps it."""
 
 
 class LoadReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -150,25 +140,24 @@ def prompt_from_message(message: pb.GenerateRequest) -> Prompt:
 
 
 def request_from_message(
-    message: pb.GenerateRequest, *, prompt_ids: np.ndarray, stop_token_ids: Sequence[int] = ()
+    message: pb.GenerateRequest,
+    *,
+    prompt_ids: np.ndarray,
+    stop_token_ids: Sequence[int] = (),
+    max_new_tokens: int | None = None,
 ) -> GenerateRequest:
     """Return the request of a message.
 
     Args:
         prompt_ids: int [prompt_tokens], what the prompt became.
         stop_token_ids: those that count where the message names none.
+        max_new_tokens: the cap where the message names none; `None` leaves that to the context.
     """
-    sampling = message.sampling
     return GenerateRequest(
         request_id=message.request_id,
         prompt_ids=np.asarray(prompt_ids, dtype=np.int64),
-        sampling=SamplingParams(
-            temperature=_shortest(sampling.temperature),
-            top_p=_shortest(sampling.top_p),
-            top_k=sampling.top_k,
-            max_new_tokens=sampling.max_new_tokens,
-            seed=sampling.seed,
-            stop_token_ids=tuple(sampling.stop_token_ids) or tuple(stop_token_ids),
+        sampling=_sampling_from_message(
+            message, stop_token_ids=stop_token_ids, max_new_tokens=max_new_tokens or UNCAPPED_TOKENS
         ),
         group_key=message.group_key,
         deadline_s=message.deadline_s or DEFAULT_DEADLINE_S,
@@ -179,6 +168,25 @@ def request_from_message(
         session_id=message.session_id,
         job=message.job,
     )
+
+
+def _sampling_from_message(
+    message: pb.GenerateRequest, *, stop_token_ids: Sequence[int], max_new_tokens: int
+) -> SamplingParams:
+    sampling = message.sampling
+    given = {name: _shortest(getattr(sampling, name)) for name in ("temperature", "top_p") if sampling.HasField(name)}
+    return SamplingParams(
+        **given,
+        top_k=sampling.top_k,
+        max_new_tokens=sampling.max_new_tokens if sampling.HasField("max_new_tokens") else max_new_tokens,
+        seed=sampling.seed if sampling.HasField("seed") else seed_of(message.request_id),
+        stop_token_ids=tuple(sampling.stop_token_ids) or tuple(stop_token_ids),
+    )
+
+
+def seed_of(request_id: str) -> int:
+    """Return the seed of a request that names none: another one for every id, and the same when it is sent again."""
+    return derive_seed("request", request_id)
 
 
 def _shortest(value: float) -> float:
@@ -407,60 +415,3 @@ def status_from_message(message: pb.StatusReply) -> ReplicaStatus:
     """Return the status of a message."""
     fields = {name: getattr(message, name) for name in ReplicaStatus.__struct_fields__}
     return ReplicaStatus(**{**fields, "state": ReplicaState(message.state), "seconds": dict(message.seconds)})
-
-
-# -- errors
-
-_STATUS_OF: tuple[tuple[type[RollmillError], str], ...] = (  # the first class that fits
-    (EngineDead, "UNAVAILABLE"),
-    (RequestAborted, "CANCELLED"),
-    (EngineError, "FAILED_PRECONDITION"),
-    (DataError, "INVALID_ARGUMENT"),
-    (DeadlineExceeded, "DEADLINE_EXCEEDED"),
-    (WeightMismatch, "DATA_LOSS"),
-    (WeightError, "ABORTED"),
-    (LengthMismatch, "INTERNAL"),
-)
-_CLASS_OF_CODE: dict[str, type[RollmillError]] = {
-    kind.code: kind for kind in (EngineDead, RequestAborted, EngineError, DataError, DeadlineExceeded, WeightError)
-}
-_CLASS_OF_STATUS: dict[str, type[RollmillError]] = {
-    "UNAVAILABLE": EngineDead,
-    "DEADLINE_EXCEEDED": DeadlineExceeded,
-    "INVALID_ARGUMENT": DataError,
-    "CANCELLED": RequestAborted,
-}
-
-
-def error_to_status(error: RollmillError) -> tuple[str, str, dict[str, str]]:
-    """Return (status name, details, trailing metadata) of an error."""
-    metadata = {CODE_KEY: error.code}
-    if isinstance(error, WeightMismatch):
-        metadata |= {PUBLISHED_KEY: error.published, SERVED_KEY: error.served}
-    name = next((name for kind, name in _STATUS_OF if isinstance(error, kind)), "UNKNOWN")
-    return name, str(error), metadata
-
-
-def error_from_status(name: str, details: str, *, metadata: Mapping[str, str], where: str) -> RollmillError:
-    """Return the error that a status stands for; the class by our own code, else by the status.
-
-    Args:
-        name: status name, for example `UNAVAILABLE`.
-        details: message of the other side.
-        metadata: trailing metadata.
-        where: what was asked of whom, for errors that the transport raised itself.
-    """
-    code = metadata.get(CODE_KEY)
-    if code == WeightMismatch.code:
-        return WeightMismatch(details, published=metadata.get(PUBLISHED_KEY, ""), served=metadata.get(SERVED_KEY, ""))
-    if code in _CLASS_OF_CODE:
-        return _CLASS_OF_CODE[code](details)
-    kind = _CLASS_OF_STATUS.get(name, EngineError)
-    return kind(f"{where} ended with {name}: {details or 'no details'}. {_ADVICE.get(kind, _ADVICE[EngineError])}")
-
-
-_ADVICE: dict[type[RollmillError], str] = {
-    EngineDead: "The generator is not reachable: look at its log for the first error, and restart it",
-    DeadlineExceeded: "The generator was too slow or is stuck: raise the deadline or look at its status",
-    EngineError: "Look at the generator's log for the first error",
-}

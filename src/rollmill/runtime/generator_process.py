@@ -98,7 +98,8 @@ def run_generator(context: ProcessContext) -> None:
                 load_deadline_s=config.generator.load_deadline_s,
                 # Nobody waits for an answer of the evaluator while it loads: memory is worth more there.
                 stage_weights=config.generator.stage_weights and context.name != EVALUATOR,
-                on_serving=lambda: ring(layout.run_directory, CONTROLLER),
+                limits=config.generator.limits,
+                on_serving=lambda _: ring(layout.run_directory, CONTROLLER),
             )
             books.cancel()
 

@@ -5,17 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from rollmill.errors import (
-    ConfigError,
-    DataError,
-    DeadlineExceeded,
-    EngineDead,
-    EngineError,
-    LengthMismatch,
-    RequestAborted,
-    WeightError,
-    WeightMismatch,
-)
+from rollmill.errors import DataError, LengthMismatch
 from rollmill.generator import wire
 from rollmill.generator.proto import policy_inference_pb2 as pb
 from rollmill.generator.state import ReplicaState
@@ -114,55 +104,6 @@ def test_a_status_comes_back_equal():
         dtype="float32",
     )
     assert wire.status_from_message(over_the_wire(wire.status_to_message(status))) == status
-
-
-@pytest.mark.parametrize(
-    ("error", "status"),
-    [
-        (DataError("too long"), "INVALID_ARGUMENT"),
-        (EngineDead("gone"), "UNAVAILABLE"),
-        (EngineError("dirty"), "FAILED_PRECONDITION"),
-        (RequestAborted("aborted"), "CANCELLED"),
-        (DeadlineExceeded("late"), "DEADLINE_EXCEEDED"),
-        (WeightError("unknown version"), "ABORTED"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else type(value).__name__,
-)
-def test_an_error_comes_back_as_its_own_class_with_its_message(error, status):
-    name, details, metadata = wire.error_to_status(error)
-    back = wire.error_from_status(name, details, metadata=metadata, where="Generate")
-    assert name == status
-    assert (type(back), str(back)) == (type(error), str(error))
-
-
-def test_a_weight_mismatch_keeps_both_digests():
-    name, details, metadata = wire.error_to_status(WeightMismatch("differs", published="aa", served="bb"))
-    back = wire.error_from_status(name, details, metadata=metadata, where="LoadWeights")
-    assert isinstance(back, WeightMismatch)
-    assert (name, back.published, back.served, str(back)) == ("DATA_LOSS", "aa", "bb", "differs")
-
-
-@pytest.mark.parametrize(
-    ("status", "kind"),
-    [
-        ("UNAVAILABLE", EngineDead),
-        ("DEADLINE_EXCEEDED", DeadlineExceeded),
-        ("INVALID_ARGUMENT", DataError),
-        ("CANCELLED", RequestAborted),
-        ("RESOURCE_EXHAUSTED", EngineError),
-    ],
-)
-def test_errors_of_the_transport_itself_get_a_class_and_an_advice(status, kind):
-    back = wire.error_from_status(status, "socket closed", metadata={}, where="Generate to host:1")
-    assert type(back) is kind
-    assert str(back).startswith(f"Generate to host:1 ended with {status}: socket closed. ")
-
-
-def test_a_class_that_the_wire_does_not_know_is_an_engine_error_with_the_message():
-    name, details, metadata = wire.error_to_status(ConfigError("unknown key"))
-    back = wire.error_from_status(name, details, metadata=metadata, where="Generate")
-    assert type(back) is EngineError
-    assert "unknown key" in str(back)
 
 
 def test_a_stop_reason_that_is_unknown_is_refused():

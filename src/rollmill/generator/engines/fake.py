@@ -21,7 +21,15 @@ import numpy as np
 from rollmill.clock import Clock
 from rollmill.errors import DataError, EngineDead, EngineError, WeightError, WeightMismatch
 from rollmill.generator.engines.meter import SecondsMeter
-from rollmill.generator.engines.protocol import EngineInfo, EngineLoad, KvPolicy, OnTokens, PauseMode, UpdateReport
+from rollmill.generator.engines.protocol import (
+    REWARD_SCORE,
+    EngineInfo,
+    EngineLoad,
+    KvPolicy,
+    OnTokens,
+    PauseMode,
+    UpdateReport,
+)
 from rollmill.generator.engines.sequence import Sequence as LiveSequence
 from rollmill.generator.engines.sequence import check_request
 from rollmill.generator.engines.streams import mix, uniforms
@@ -150,6 +158,7 @@ class FakeEngine:
                 "pause_abort",
                 "pause_drain",
                 "pause_keep",
+                REWARD_SCORE,
                 "score",
                 "stage",
                 "streaming",
@@ -280,6 +289,10 @@ class FakeEngine:
             raise DataError(f"cannot score {len(ids)} token ids; 2 or more of {self._vocabulary_size} are accepted")
         pairs = itertools.pairwise(ids)
         return np.array([self.logprobs(int(before))[after] for before, after in pairs], dtype=np.float32)
+
+    async def reward(self, token_ids: np.ndarray) -> float:
+        """Return the score of the fake's reward head: the mean log-prob of a sequence, from 2 tokens on."""
+        return float((await self.score(token_ids)).mean())
 
     def load(self) -> EngineLoad:
         """Return how busy the engine is and where its seconds went."""

@@ -7,7 +7,7 @@ is a capability flag, never a silent fallback.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
 import msgspec
 import numpy as np
@@ -21,6 +21,20 @@ PauseMode = Literal["keep", "drain", "abort"]
 KvPolicy = Literal["keep", "recompute"]
 OnTokens = Callable[[TokenChunk], None]
 """Hears tokens as they are sampled: on the caller's event loop, in order, all of them before the turn is returned."""
+
+REWARD_SCORE = "reward_score"
+"""Capability: `RewardEngine`."""
+_ENGINES_WITH: Mapping[str, tuple[str, ...]] = {REWARD_SCORE: ("fake",)}
+
+
+def engines_with(capability: str) -> str:
+    """Return the engines that have a capability, for a refusal.
+
+    Example:
+        >>> engines_with(REWARD_SCORE)
+        'fake'
+    """
+    return ", ".join(_ENGINES_WITH.get(capability, ())) or "none"
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -150,4 +164,18 @@ class Engine(Protocol):
 
     async def close(self) -> None:
         """End all requests with what they have, then the engine. Idempotent."""
+        ...
+
+
+@runtime_checkable
+class RewardEngine(Protocol):
+    """An engine with a reward head; it has the capability `reward_score`."""
+
+    async def reward(self, token_ids: np.ndarray) -> float:
+        """Return the reward head's score of a whole sequence.
+
+        Raises:
+            DataError: if the ids do not fit.
+            EngineDead: if the engine died.
+        """
         ...

@@ -6,6 +6,7 @@ Keeps what was sampled, under which version each token was sampled, and the stam
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable
 
 import numpy as np
@@ -161,7 +162,10 @@ def check_request(request: GenerateRequest, *, vocabulary_size: int, max_model_l
         text
         for bad, text in (
             (sampling.max_new_tokens < 1, f"max_new_tokens {sampling.max_new_tokens} is below 1"),
-            (not sampling.temperature >= 0, f"temperature {sampling.temperature} is negative"),
+            (
+                not 0 <= sampling.temperature < math.inf,
+                f"temperature {sampling.temperature} is not a number of 0 or more",
+            ),
             (not 0 < sampling.top_p <= 1, f"top_p {sampling.top_p} is outside (0, 1]"),
             (sampling.top_k < 0, f"top_k {sampling.top_k} is negative"),
             (not request.deadline_s > 0, f"deadline_s {request.deadline_s} is not positive"),

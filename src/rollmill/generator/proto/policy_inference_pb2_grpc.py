@@ -26,7 +26,8 @@ if _version_not_supported:
 
 
 class PolicyInferenceStub:
-    """Missing associated documentation comment in .proto file."""
+    """Errors have one gRPC status each; the trailing metadata `rollmill-code` names the class more finely.
+    """
 
     def __init__(self, channel):
         """Constructor.
@@ -72,7 +73,8 @@ class PolicyInferenceStub:
 
 
 class PolicyInferenceServicer:
-    """Missing associated documentation comment in .proto file."""
+    """Errors have one gRPC status each; the trailing metadata `rollmill-code` names the class more finely.
+    """
 
     def Generate(self, request, context):
         """One sample, or as many siblings as asked for, of one prompt. Ends at the request's deadline with what there is then;
@@ -97,7 +99,7 @@ class PolicyInferenceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Score(self, request, context):
-        """Log-probs of given tokens.
+        """Log-probs of given tokens, or the score of a reward head.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -118,7 +120,8 @@ class PolicyInferenceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Status(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Standing, weights and load.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -170,7 +173,8 @@ def add_PolicyInferenceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class PolicyInference:
-    """Missing associated documentation comment in .proto file."""
+    """Errors have one gRPC status each; the trailing metadata `rollmill-code` names the class more finely.
+    """
 
     @staticmethod
     def Generate(request,
