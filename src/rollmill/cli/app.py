@@ -10,6 +10,7 @@ from rollmill import __version__
 
 _COMMANDS = {
     "config": "rollmill.cli.config_commands:config_group",
+    "disaggregate": "rollmill.cli.disaggregate:disaggregate_command",
     "eval": "rollmill.cli.evaluate:evaluate_command",
     "model": "rollmill.cli.model_commands:model_group",
     "summary": "rollmill.cli.summary:summary_command",

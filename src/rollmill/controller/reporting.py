@@ -122,7 +122,7 @@ class RunReporter:
         self._message = ""
 
     def event(self, kind: str, **fields: object) -> None:
-        """Append a line to events.jsonl; stalls and evaluations also become the live view's message."""
+        """Append a line to events.jsonl; a stall also becomes the live view's message."""
         record = {"at_wall_s": round(self._clock.wall_s(), 3), "event": kind, **fields}
         self._events.append(record)
         if kind == "stall":
@@ -177,11 +177,12 @@ class RunReporter:
         record = evaluation_record(result)
         record["digest"] = digest_of(record["policy_version"])
         self._heldout = record
+        self._message = ""
         self.event("evaluation", label=label, **record)
         return record
 
     def say(self, message: str) -> None:
-        """Show a sentence in the live view until the next step."""
+        """Show a sentence in the live view until the next step or the end of an evaluation."""
         self._message = message
 
     def refresh(self, scheduler: Scheduler) -> None:
@@ -218,6 +219,11 @@ class RunReporter:
             "samples": last.get("samples"),
             "message": self._message,
         }
+
+    def close(self) -> None:
+        """Close the files; every line is already out."""
+        for lines in (self._events, self._metrics, self._rollouts):
+            lines.close()
 
     def _statistics(self, group_id: str) -> GroupStatistics:
         # After a resume, buffered groups were closed by an earlier controller.

@@ -111,6 +111,7 @@ class _Run:
             await environment.close()
             self._close_books()
             store.close()
+            self.reporter.close()
 
     # start
 

@@ -1,10 +1,18 @@
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 
+from rollmill.buffer.memory import MemoryStore
+from rollmill.clock import VirtualClock
+from rollmill.config.schema import RollmillConfig
 from rollmill.controller.evaluation import EvaluationResult
-from rollmill.controller.reporting import evaluation_record
+from rollmill.controller.reporting import RunReporter, evaluation_record
+from rollmill.controller.translate import scheduler_settings
 from rollmill.errors import DataError
+from rollmill.scheduling.core import Scheduler
+from rollmill.telemetry.run_directory import RunDirectory
 
 
 def result(*, correct: int, n: int, unscored: int = 0) -> EvaluationResult:
@@ -34,3 +42,17 @@ def test_an_evaluation_carries_interval_sampling_and_the_version_that_was_asked(
 def test_an_evaluation_without_any_verdict_is_an_error_and_not_an_accuracy_of_zero() -> None:
     with pytest.raises(DataError, match="none of 7"):
         evaluation_record(result(correct=0, n=0, unscored=7))
+
+
+def test_the_word_of_an_evaluation_leaves_the_live_view_when_it_has_ended(tmp_path) -> None:
+    config = RollmillConfig()
+    with contextlib.closing(RunDirectory.create(tmp_path / "run", config=config, started_at_s=0.0)) as directory:
+        reporter = RunReporter(
+            config=config, directory=directory, store=MemoryStore(), clock=VirtualClock(), decode=lambda _: ""
+        )
+        core = Scheduler(scheduler_settings(config, training_size=100))
+        reporter.say("evaluating (before)")
+        assert reporter.live_state(core)["message"] == "evaluating (before)"
+        reporter.evaluated("before", result(correct=5, n=10), digest_of=lambda _: "d")
+        assert reporter.live_state(core)["message"] == ""
+        reporter.close()
