@@ -25,7 +25,7 @@ from rollmill.weights.holds import Holds
 from rollmill.weights.manifests import Manifests, in_words
 from rollmill.weights.publication import LocalPublication
 from rollmill.weights.reuse import open_to_read, reserve_spare, retire_file, take_spare
-from rollmill.weights.tensorfile import MappedFile, copy_tensors
+from rollmill.weights.tensorfile import MappedFile, TensorsInFile, copy_tensors
 from rollmill.weights.transport import (
     SHARED_MEMORY,
     Transport,
@@ -311,7 +311,7 @@ class LocalModelRepository:
             with open_to_read(path) as handle:
                 mapped = MappedFile(handle, path=path)
             mapped.verify(manifest.tensors, what=f"version {policy_version}")
-            return mapped.tensors()
+            return TensorsInFile(mapped.tensors(), path=path)
         except FileNotFoundError as error:  # retired before, or while, it was read
             raise self._gone(policy_version) from error
 

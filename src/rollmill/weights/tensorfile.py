@@ -86,6 +86,17 @@ def _read_header(handle: io.FileIO, *, path: Path) -> tuple[dict[str, Any], int]
     return header, 8 + length
 
 
+class TensorsInFile(dict[str, "torch.Tensor"]):
+    """Tensors, and the file that they lie in, for a reader in another process.
+
+    The file is what it was when they were loaded for as long as their version is held.
+    """
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor], *, path: Path) -> None:
+        super().__init__(tensors)
+        self.path = path
+
+
 class MappedFile:
     """A safetensors file in memory, by one private map for digests and tensors: each page is touched once.
 

@@ -13,6 +13,7 @@ import torch
 
 from rollmill.errors import InvariantViolation, RunDirectoryError, WeightError
 from rollmill.weights import LocalModelRepository, resolve_transport, sweep_shared_memory
+from rollmill.weights.tensorfile import TensorsInFile, load_tensors
 from rollmill.weights.transport import shared_folder
 
 
@@ -256,3 +257,19 @@ def test_a_version_that_is_gone_cannot_be_rolled_back_to(tmp_path):
     with pytest.raises(WeightError, match="version 1 has no tensors any more"):
         repository.republish(1, history_id="h", at_s=0.0)
     assert repository.latest().policy_version == 2
+
+
+def test_loaded_tensors_say_in_which_file_another_process_finds_them(tmp_path):
+    repository = LocalModelRepository(tmp_path, transport="file")
+    manifest = repository.publish(
+        {"a": torch.arange(6.0)},
+        optimizer_step=0,
+        parent=None,
+        history_id="h",
+        training_dtype="float32",
+        canary=None,
+        at_s=0.0,
+    )
+    loaded = repository.load(manifest.policy_version)
+    assert isinstance(loaded, TensorsInFile)
+    assert load_tensors(loaded.path)["a"].tolist() == loaded["a"].tolist() == [0, 1, 2, 3, 4, 5]
