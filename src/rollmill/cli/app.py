@@ -13,6 +13,7 @@ _COMMANDS = {
     "disaggregate": "rollmill.cli.disaggregate:disaggregate_command",
     "eval": "rollmill.cli.evaluate:evaluate_command",
     "model": "rollmill.cli.model_commands:model_group",
+    "serve": "rollmill.cli.serve:serve_command",
     "summary": "rollmill.cli.summary:summary_command",
     "train": "rollmill.cli.train:train_command",
 }

@@ -29,6 +29,16 @@ def check(config: RollmillConfig) -> None:
         raise ConfigError("\n".join(problems))
 
 
+def check_serving(config: RollmillConfig) -> None:
+    """Refuse combinations that cannot be served; what concerns training alone is not looked at.
+
+    Raises:
+        ConfigError: as `check`.
+    """
+    if problems := list(_engine(config)):
+        raise ConfigError("\n".join(problems))
+
+
 def warnings_of(config: RollmillConfig, *, cores: int | None = None) -> tuple[str, ...]:
     """Return a sentence for each setting that has no effect or is likely to cost more than it gives.
 

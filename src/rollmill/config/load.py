@@ -12,7 +12,7 @@ import functools
 import json
 import math
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -130,13 +130,16 @@ def unknown_key_message(key: str, *, where: str) -> str:
     return f"{where}: unknown key {key!r}. {hint} `rollmill config explain` lists every key."
 
 
-def load_config(path: str | Path | None, *, overrides: Sequence[str] = ()) -> LoadedConfig:
+def load_config(
+    path: str | Path | None, *, overrides: Sequence[str] = (), rules: Callable[[RollmillConfig], None] = check
+) -> LoadedConfig:
     """Read, merge and check a configuration.
 
     Args:
         path: a TOML file, or `None` for defaults.
         overrides: `section.key=value`, for example `schedule.group_size=16`; the value is written as in TOML, and a
             bare word is a string. They win over the file.
+        rules: refuses combinations that cannot work; `checks.check_serving` for a process that trains nothing.
 
     Raises:
         ConfigError: if the file is missing or is not TOML, a key is unknown, a value has the wrong type or is out of
@@ -156,7 +159,7 @@ def load_config(path: str | Path | None, *, overrides: Sequence[str] = ()) -> Lo
         table[leaf] = value
         origins[key] = COMMAND_LINE_ORIGIN
     config = parse_config(data, origins=origins)
-    check(config)
+    rules(config)
     return LoadedConfig(config=config, origins=origins, path=source)
 
 

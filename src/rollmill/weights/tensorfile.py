@@ -177,6 +177,19 @@ def verify_file(path: Path, expected: Mapping[str, TensorEntry], *, what: str) -
     check_entries(digest_file(path), expected, what=what, path=path)
 
 
+def entries_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, TensorEntry]:
+    """Return the entry of every tensor, digested from its memory."""
+    return {
+        name: TensorEntry(
+            dtype=dtype_name(tensor),
+            shape=tuple(tensor.shape),
+            nbytes=tensor.numel() * tensor.element_size(),
+            sha256=hashlib.sha256(_bytes_of(tensor)).hexdigest(),
+        )
+        for name, tensor in tensors.items()
+    }
+
+
 def check_entries(
     found: Mapping[str, TensorEntry], expected: Mapping[str, TensorEntry], *, what: str, path: Path
 ) -> None:

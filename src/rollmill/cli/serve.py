@@ -1,0 +1,140 @@
+"""`rollmill serve`: one replica of the generator on its own."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+import msgspec
+
+from rollmill.cli.output import json_option, show
+
+if TYPE_CHECKING:
+    from rollmill.runtime.serving import Served
+
+
+@click.command("serve")
+@click.option(
+    "--model",
+    default=None,
+    metavar="NAME_OR_PATH",
+    help="A name of `rollmill model list`, a Hugging Face directory, or a hub name.",
+)
+@click.option(
+    "--engine",
+    default=None,
+    type=click.Choice(["embedded", "fake", "vllm"]),
+    help="What computes; see generator.engine.",
+)
+@click.option("--config", "config_path", default=None, type=click.Path(), help="TOML file, for example that of a run.")
+@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a setting; may be repeated.")
+@click.option(
+    "--repository",
+    default=None,
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="Run directory whose published weights are served; LoadWeights takes later ones from there. Without it the "
+    "model's own weights are served.",
+)
+@click.option(
+    "--host",
+    default="127.0.0.1",
+    show_default=True,
+    help="Interface to bind. Others than loopback need a token or mTLS.",
+)
+@click.option("--grpc-port", default=0, type=click.IntRange(0, 65535), help="Port of gRPC; 0 lets the system choose.")
+@click.option("--http-port", default=0, type=click.IntRange(0, 65535), help="Port of HTTP; 0 lets the system choose.")
+@click.option("--no-http", is_flag=True, help="Serve gRPC alone.")
+@click.option(
+    "--token-file", default=None, type=click.Path(), help="File with the bearer token that callers must give."
+)
+@click.option("--tls-cert", default=None, type=click.Path(path_type=Path), help="Certificate of this server, PEM.")
+@click.option("--tls-key", default=None, type=click.Path(path_type=Path), help="Its private key, PEM.")
+@click.option(
+    "--tls-client-ca",
+    default=None,
+    type=click.Path(path_type=Path),
+    help="Authority, PEM: clients must show a certificate that it signed (mTLS).",
+)
+@click.option(
+    "--address-file",
+    default=None,
+    type=click.Path(path_type=Path),
+    help="Gets the gRPC address as JSON once calls are answered.",
+)
+@click.option(
+    "--drain-s",
+    default=30.0,
+    show_default=True,
+    type=click.FloatRange(min=0),
+    help="Seconds for running requests after SIGTERM.",
+)
+@json_option
+def serve_command(
+    model: str | None,
+    engine: str | None,
+    config_path: str | None,
+    overrides: tuple[str, ...],
+    repository: Path | None,
+    host: str,
+    grpc_port: int,
+    http_port: int,
+    no_http: bool,
+    token_file: str | None,
+    tls_cert: Path | None,
+    tls_key: Path | None,
+    tls_client_ca: Path | None,
+    address_file: Path | None,
+    drain_s: float,
+    as_json: bool,
+) -> None:
+    """Serve a model: gRPC and OpenAI-compatible HTTP with /metrics, until SIGTERM, which drains."""
+    from rollmill.config.checks import check_serving
+    from rollmill.config.load import load_config
+    from rollmill.generator.security import Access, TlsFiles, check_binding, read_token
+
+    named = (("model.source", model), ("generator.engine", engine))
+    chosen = [f"{key}={json.dumps(value)}" for key, value in named if value is not None]
+    config = load_config(config_path, overrides=[*overrides, *chosen], rules=check_serving).config
+    files = (tls_cert, tls_key, tls_client_ca)
+    access = Access(
+        token=None if token_file is None else read_token(token_file),
+        tls=None if files == (None, None, None) else TlsFiles(cert=tls_cert, key=tls_key, ca=tls_client_ca),
+    )
+    check_binding(host, access=access)
+
+    from rollmill.runtime.serving import ServeOptions, serve_replica
+
+    def announce(served: Served) -> None:
+        if not as_json:
+            for warning in served.warnings:
+                click.echo(f"warning: {warning}", err=True)
+        show(msgspec.to_builtins(served), text=_text(served), as_json=as_json)
+
+    serve_replica(
+        ServeOptions(
+            config=config,
+            repository=repository,
+            host=host,
+            grpc_port=grpc_port,
+            http_port=None if no_http else http_port,
+            access=access,
+            address_file=address_file,
+            drain_s=drain_s,
+        ),
+        on_serving=announce,
+    )
+
+
+def _text(served: Served) -> str:
+    lines = [
+        f"{served.model}: {served.engine} engine, {served.dtype}, policy version {served.policy_version}, digest "
+        f"{served.digest[:12]}",
+        f"gRPC  {served.grpc}",
+    ]
+    if served.http is not None:
+        lines.append(f"HTTP  {served.http}/v1  (metrics: {served.http}/metrics)")
+    lines.append(f"Stop with Ctrl-C or: kill {served.pid}")
+    return "\n".join(lines)

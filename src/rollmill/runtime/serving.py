@@ -1,0 +1,311 @@
+"""One replica on its own, outside a run: from a model, or a run's repository, to a served address.
+
+| who | waits for | gives up after |
+|---|---|---|
+| start | model, engine, proof of its weights, ports | an error, in words |
+| serving | SIGTERM or SIGINT; the engine's death | never: it is a service |
+| drain | requests that run | `drain_s`; at once on a second signal |
+
+Decides where the first weights come from; what is refused and why is the service's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from rollmill.clock import Clock, SystemClock
+from rollmill.config.schema import RollmillConfig
+from rollmill.environments.rendering import Renderer
+from rollmill.errors import RunDirectoryError, WeightError
+from rollmill.generator.security import Access, address_of, check_binding
+from rollmill.runtime.threads import process_environment
+from rollmill.types import WeightManifest
+from rollmill.weights.fixed import FixedModel
+from rollmill.weights.protocol import ModelRepository
+from rollmill.weights.repository import LocalModelRepository
+
+if TYPE_CHECKING:
+    import torch
+
+    from rollmill.generator.engines.protocol import Engine
+    from rollmill.generator.main import Addresses
+    from rollmill.generator.service import InferenceService
+
+
+class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """What `rollmill serve` is asked to do.
+
+    Attributes:
+        config: the model in `model.source`, the engine in `generator`.
+        repository: a run directory or its model repository; `None` serves the model's own weights as version 1.
+        host: interface to bind, of all faces.
+        grpc_port, http_port: 0 lets the system choose; `http_port` `None` serves no HTTP.
+        access: what callers must show.
+        address_file: gets the gRPC address once calls are answered.
+        drain_s: time for running requests to finish after a signal.
+    """
+
+    config: RollmillConfig
+    repository: Path | None = None
+    host: str = "127.0.0.1"
+    grpc_port: int = 0
+    http_port: int | None = 0
+    access: Access = Access()
+    address_file: Path | None = None
+    drain_s: float = 30.0
+
+
+class Served(msgspec.Struct, frozen=True, kw_only=True):
+    """What is served, and where.
+
+    Attributes:
+        follows: the repository that later versions can be loaded from, or `None`.
+        warnings: what a user should know.
+    """
+
+    model: str
+    engine: str
+    dtype: str
+    policy_version: int
+    digest: str
+    grpc: str
+    http: str | None
+    pid: int
+    follows: str | None
+    warnings: tuple[str, ...] = ()
+
+
+def serve_replica(options: ServeOptions, *, on_serving: Callable[[Served], None]) -> None:
+    """Serve until SIGTERM or SIGINT, then drain; a second signal ends at once.
+
+    Args:
+        on_serving: called once calls are answered.
+
+    Raises:
+        ConfigError: if an address cannot be bound.
+        ModelError: if the model cannot be had or served.
+        RunDirectoryError: if there is no model repository.
+        WeightError: if nothing was published in it.
+        EngineDead: if the engine died while serving.
+        KeyboardInterrupt: on a second signal.
+    """
+    settings = options.config.generator
+    for name, value in process_environment(threads=settings.threads).items():
+        if name != "HF_HUB_OFFLINE":  # the model may be a hub name
+            os.environ.setdefault(name, value)
+    from rollmill.weights.prepare import prepare
+
+    prepared = prepare(options.config.model.source)
+    clock = SystemClock()
+    repository, engine = _engine_and_repository(options, path=prepared.path, clock=clock)
+    try:
+        asyncio.run(_serve(options, engine=engine, repository=repository, path=prepared.path, on_serving=on_serving))
+    except asyncio.CancelledError as error:
+        raise KeyboardInterrupt from error
+
+
+async def _serve(
+    options: ServeOptions,
+    *,
+    engine: Engine,
+    repository: ModelRepository,
+    path: Path,
+    on_serving: Callable[[Served], None],
+) -> None:
+    from rollmill.generator.main import serve
+
+    config, clock, codec = options.config, SystemClock(), Renderer(path)
+    faces = () if options.http_port is None else (HttpFace(options, clock=clock, repository=repository),)
+
+    def announce(addresses: Addresses) -> None:
+        info = engine.info()
+        on_serving(
+            Served(
+                model=config.model.source,
+                engine=info.kind,
+                dtype=info.dtype,
+                policy_version=info.policy_version,
+                digest=info.digest,
+                grpc=addresses.grpc,
+                http=addresses.others.get("http"),
+                pid=os.getpid(),
+                follows=None if options.repository is None else str(options.repository),
+                warnings=_warnings(options),
+            )
+        )
+
+    with _signals() as stop:
+        await serve(
+            engine=engine,
+            repository=repository,
+            kv_policy=config.generator.kv_on_update,
+            address_file=options.address_file,
+            host=options.host,
+            port=options.grpc_port,
+            access=options.access,
+            stop=stop,
+            load_deadline_s=config.generator.load_deadline_s,
+            stage_weights=config.generator.stage_weights,
+            codec=codec,
+            limits=config.generator.limits,
+            models=_names(config.model.source, path),
+            faces=faces,
+            drain_s=options.drain_s,
+            on_serving=announce,
+            clock=clock,
+        )
+
+
+@contextlib.contextmanager
+def _signals() -> Iterator[asyncio.Event]:
+    """Set an event on the first SIGTERM or SIGINT, and end the running task on the second."""
+    stop, loop, task = asyncio.Event(), asyncio.get_running_loop(), asyncio.current_task()
+
+    def hear() -> None:
+        if stop.is_set() and task is not None:
+            task.cancel()
+        stop.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, hear)
+    try:
+        yield stop
+    finally:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.remove_signal_handler(number)
+
+
+class HttpFace:
+    """The OpenAI-compatible face with /metrics; imported when it is served.
+
+    Args:
+        options: host, port and access.
+        clock: of the metrics.
+        repository: says which version is the newest.
+    """
+
+    name = "http"
+
+    def __init__(self, options: ServeOptions, *, clock: Clock, repository: ModelRepository) -> None:
+        self._options, self._clock, self._repository = options, clock, repository
+
+    async def serve(self, service: InferenceService, *, stop: asyncio.Event, on_bound: Callable[[str], None]) -> None:
+        """Serve until `stop` is set."""
+        from rollmill.generator.http import serve_http
+        from rollmill.generator.metrics import ReplicaMetrics
+
+        options, access = self._options, self._options.access
+        metrics = ReplicaMetrics(
+            service.replica, clock=self._clock, model_name=service.models[0], newest_version=self._newest_version
+        )
+        service.observer = metrics
+        scheme = "http" if access.tls is None else "https"
+        await serve_http(
+            service,
+            host=options.host,
+            port=options.http_port or 0,
+            token=access.token,
+            tls=access.tls,
+            metrics=metrics,
+            limits=service.limits,
+            stop=stop,
+            on_bound=lambda port: on_bound(f"{scheme}://{address_of(options.host, port)}"),
+        )
+
+    def _newest_version(self) -> int | None:
+        newest = self._repository.latest()
+        return None if newest is None else newest.policy_version
+
+
+def _engine_and_repository(options: ServeOptions, *, path: Path, clock: Clock) -> tuple[ModelRepository, Engine]:
+    """Return an engine with its first weights, and where the later ones come from."""
+    if options.repository is not None:
+        repository = open_repository(options.repository)
+        return repository, _engine(options.config, path=path, repository=repository, clock=clock)
+    try:
+        fixed = FixedModel(path, at_s=clock.wall_s())
+        return fixed, _engine(options.config, path=path, repository=fixed, clock=clock)
+    except WeightError:
+        # Older names or another layout, which the trainer's loader knows.
+        fixed = FixedModel(path, at_s=clock.wall_s(), read=lambda: _converted(path))
+        return fixed, _engine(options.config, path=path, repository=fixed, clock=clock)
+
+
+def _engine(config: RollmillConfig, *, path: Path, repository: ModelRepository, clock: Clock) -> Engine:
+    """Return an engine that serves the newest version of a repository."""
+    from rollmill.generator.main import build_engine
+
+    manifest, settings = _hold_newest(repository), config.generator
+    return build_engine(
+        path,
+        kind=settings.engine,
+        dtype=settings.dtype,
+        kernels=settings.kernels,
+        threads=settings.threads,
+        max_num_seqs=settings.max_num_seqs,
+        max_model_len=settings.max_model_len,
+        tensors={} if settings.engine == "fake" else repository.load(manifest.policy_version),
+        policy_version=manifest.policy_version,
+        digest=manifest.digest,
+        clock=clock,
+    )
+
+
+def _hold_newest(repository: ModelRepository) -> WeightManifest:
+    """Hold the newest version, so that the trainer does not retire it while it is read; return its manifest."""
+    newest = repository.latest()
+    while newest is not None:
+        try:
+            # Under the name by which the service holds what it serves.
+            repository.hold(newest.policy_version, owner=f"generator-{os.getpid()}")
+            return newest
+        except WeightError:  # retired meanwhile: there is a newer one
+            before, newest = newest, repository.latest()
+            if newest is None or newest.policy_version == before.policy_version:
+                raise
+    raise WeightError("the repository has no published weights yet; start its run first, and serve it when it trains")
+
+
+def open_repository(directory: Path) -> LocalModelRepository:
+    """Return the model repository in a directory, or in the run directory that it is.
+
+    Raises:
+        RunDirectoryError: if there is none.
+    """
+    for root in (directory / "weights", directory):
+        if (root / "manifests").is_dir():
+            return LocalModelRepository(root)
+    raise RunDirectoryError(
+        f"there is no model repository in {directory}: neither {directory}/weights/manifests nor "
+        f"{directory}/manifests. Give the directory of a run that has started, or leave --repository out to serve the "
+        "model's own weights"
+    )
+
+
+def _converted(path: Path) -> dict[str, torch.Tensor]:
+    from rollmill.trainer.model import load_policy
+
+    return {name: parameter.detach() for name, parameter in load_policy(path).named_parameters()}
+
+
+def _names(source: str, path: Path) -> tuple[str, ...]:
+    """Return the names under which a model is known: as it was asked for, its folder's, and its path."""
+    return tuple(dict.fromkeys((source, path.name, str(path))))
+
+
+def _warnings(options: ServeOptions) -> tuple[str, ...]:
+    found = [check_binding(options.host, access=options.access)]
+    if options.repository is None:
+        found.append(
+            "these weights are the model's own, proven by digest alone: no trainer has scored a canary for them. With "
+            "--repository DIR a replica follows a run"
+        )
+    return tuple(sentence for sentence in found if sentence is not None)
