@@ -122,7 +122,7 @@ class InferenceService:
         self._siblings: dict[str, tuple[str, ...]] = {}
         self._names: set[str] = set()
         self._places = Places(self.limits)
-        self._active = 0
+        self._active = self._finished_turns = 0
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -228,6 +228,7 @@ class InferenceService:
         hears = None if listener is None else functools.partial(listener.tokens, index)
         turn = await self.replica.engine.generate(request, on_tokens=hears)
         self._places.learn(turn)
+        self._finished_turns += 1
         if listener is not None:
             listener.finished(index, turn)
         return turn
@@ -345,6 +346,7 @@ class InferenceService:
             max_num_seqs=info.max_num_seqs,
             max_model_len=info.max_model_len,
             dtype=info.dtype,
+            finished_turns=self._finished_turns,
         )
 
 

@@ -68,7 +68,11 @@ class LoadReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ReplicaStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """What a replica says of itself; fields as in `EngineInfo` and `EngineLoad`."""
+    """What a replica says of itself; fields as in `EngineInfo` and `EngineLoad`.
+
+    Attributes:
+        finished_turns: turns that ended since the replica began.
+    """
 
     state: ReplicaState
     reason: str
@@ -86,6 +90,7 @@ class ReplicaStatus(msgspec.Struct, frozen=True, kw_only=True):
     max_num_seqs: int
     max_model_len: int
     dtype: str
+    finished_turns: int = 0
 
 
 # -- generate

@@ -200,11 +200,16 @@ class HttpFace:
     async def serve(self, service: InferenceService, *, stop: asyncio.Event, on_bound: Callable[[str], None]) -> None:
         """Serve until `stop` is set."""
         from rollmill.generator.http import serve_http
+        from rollmill.generator.gpu import find_gpus
         from rollmill.generator.metrics import ReplicaMetrics
 
         options, access = self._options, self._options.access
         metrics = ReplicaMetrics(
-            service.replica, clock=self._clock, model_name=service.models[0], newest_version=self._newest_version
+            service.replica,
+            clock=self._clock,
+            model_name=service.models[0],
+            newest_version=self._newest_version,
+            gpus=find_gpus(visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES")),
         )
         service.observer = metrics
         scheme = "http" if access.tls is None else "https"

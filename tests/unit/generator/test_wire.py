@@ -102,6 +102,7 @@ def test_a_status_comes_back_equal():
         max_num_seqs=9,
         max_model_len=10,
         dtype="float32",
+        finished_turns=11,
     )
     assert wire.status_from_message(over_the_wire(wire.status_to_message(status))) == status
 

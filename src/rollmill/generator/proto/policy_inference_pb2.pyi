@@ -247,7 +247,7 @@ class StatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class StatusReply(_message.Message):
-    __slots__ = ("state", "reason", "policy_version", "digest", "running", "waiting", "kv_used_tokens", "kv_capacity_tokens", "output_tokens", "prefill_tokens", "cached_tokens", "wall_s", "seconds", "max_num_seqs", "max_model_len", "dtype")
+    __slots__ = ("state", "reason", "policy_version", "digest", "running", "waiting", "kv_used_tokens", "kv_capacity_tokens", "output_tokens", "prefill_tokens", "cached_tokens", "wall_s", "seconds", "max_num_seqs", "max_model_len", "dtype", "finished_turns")
     class SecondsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -271,6 +271,7 @@ class StatusReply(_message.Message):
     MAX_NUM_SEQS_FIELD_NUMBER: _ClassVar[int]
     MAX_MODEL_LEN_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
+    FINISHED_TURNS_FIELD_NUMBER: _ClassVar[int]
     state: str
     reason: str
     policy_version: int
@@ -287,4 +288,5 @@ class StatusReply(_message.Message):
     max_num_seqs: int
     max_model_len: int
     dtype: str
-    def __init__(self, state: _Optional[str] = ..., reason: _Optional[str] = ..., policy_version: _Optional[int] = ..., digest: _Optional[str] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., kv_used_tokens: _Optional[int] = ..., kv_capacity_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., prefill_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., wall_s: _Optional[float] = ..., seconds: _Optional[_Mapping[str, float]] = ..., max_num_seqs: _Optional[int] = ..., max_model_len: _Optional[int] = ..., dtype: _Optional[str] = ...) -> None: ...
+    finished_turns: int
+    def __init__(self, state: _Optional[str] = ..., reason: _Optional[str] = ..., policy_version: _Optional[int] = ..., digest: _Optional[str] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., kv_used_tokens: _Optional[int] = ..., kv_capacity_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., prefill_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., wall_s: _Optional[float] = ..., seconds: _Optional[_Mapping[str, float]] = ..., max_num_seqs: _Optional[int] = ..., max_model_len: _Optional[int] = ..., dtype: _Optional[str] = ..., finished_turns: _Optional[int] = ...) -> None: ...
