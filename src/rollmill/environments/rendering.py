@@ -93,6 +93,10 @@ class Renderer:
         """
         return np.asarray(_encode(self._tokenizer, messages, opening=True), dtype=np.int32)
 
+    def encode(self, text: str) -> np.ndarray:
+        """Return int32 [tokens] of plain text, without the chat template; with the beginning that the model expects."""
+        return np.asarray(self._tokenizer(text, add_special_tokens=True)["input_ids"], dtype=np.int32)
+
     def decode(self, ids: np.ndarray | Sequence[int]) -> str:
         """Return the text of sampled ids, without special tokens."""
         decoded = self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=True)
