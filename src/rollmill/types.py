@@ -345,6 +345,22 @@ class Canary(msgspec.Struct, frozen=True, kw_only=True):
             raise LengthMismatch(what="canary logprobs", expected=len(self.token_ids) - 1, got=len(self.logprobs))
 
 
+class Adapter(msgspec.Struct, frozen=True, kw_only=True):
+    """What a publication of low-rank differences adds to; see `rollmill.weights.adapters`.
+
+    Attributes:
+        base_version: policy version of the whole weights under it.
+        base_digest: their digest.
+        rank: inner dimension of each pair of matrices.
+        alpha: the product of a pair counts `alpha / rank` times.
+    """
+
+    base_version: int
+    base_digest: str
+    rank: int
+    alpha: float
+
+
 class WeightManifest(msgspec.Struct, frozen=True, kw_only=True):
     """What a published set of weights is, and where.
 
@@ -357,6 +373,7 @@ class WeightManifest(msgspec.Struct, frozen=True, kw_only=True):
         digest: sha256 over the sorted (name, tensor digest) pairs.
         transport: `shm` or `file`.
         location: path of the tensors.
+        adapter: what the tensors, which are an adapter's then, are added to; `None` if they are whole weights.
     """
 
     policy_version: int
@@ -371,6 +388,7 @@ class WeightManifest(msgspec.Struct, frozen=True, kw_only=True):
     location: str
     published_at_s: float = 0.0
     canary: Canary | None = None
+    adapter: Adapter | None = None
 
 
 def derive_seed(*parts: str | int) -> int:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, Protocol
 
 from rollmill.errors import WeightError
-from rollmill.types import Canary, TensorEntry, WeightManifest
+from rollmill.types import Adapter, Canary, TensorEntry, WeightManifest
 from rollmill.weights.inspection import inspect, weight_files
 from rollmill.weights.protocol import Publication
 from rollmill.weights.tensorfile import MappedFile, check_entries, entries_of, whole_digest
@@ -125,6 +125,7 @@ class FixedModel:
         history_id: str,
         training_dtype: str,
         at_s: float,
+        adapter: Adapter | None = None,
     ) -> Publication:
         """Refuse: the model is fixed."""
         self._refuse()
@@ -139,6 +140,7 @@ class FixedModel:
         training_dtype: str,
         canary: Canary | None,
         at_s: float,
+        adapter: Adapter | None = None,
     ) -> WeightManifest:
         """Refuse: the model is fixed."""
         self._refuse()

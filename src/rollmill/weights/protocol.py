@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
-from rollmill.types import Canary, WeightManifest
+from rollmill.types import Adapter, Canary, WeightManifest
 
 if TYPE_CHECKING:
     import torch
@@ -52,11 +52,16 @@ class ModelRepository(Protocol):
         history_id: str,
         training_dtype: str,
         at_s: float,
+        adapter: Adapter | None = None,
     ) -> Publication:
         """Copy tensors for the version max + 1; they may change again when this returns.
 
+        Args:
+            adapter: what the tensors are added to, if they are an adapter's and not whole weights.
+
         Raises:
-            WeightError: if the space is full, nothing was given, or another publication is under way.
+            WeightError: if the space is full, nothing was given, another publication is under way, or the base of an
+                adapter is unknown or an adapter itself.
         """
         ...
 
@@ -70,6 +75,7 @@ class ModelRepository(Protocol):
         training_dtype: str,
         canary: Canary | None,
         at_s: float,
+        adapter: Adapter | None = None,
     ) -> WeightManifest:
         """`prepare` and `commit` in one call.
 
@@ -103,7 +109,9 @@ class ModelRepository(Protocol):
         ...
 
     def load(self, policy_version: int) -> dict[str, torch.Tensor]:
-        """Return the tensors (memory-mapped where possible), each checked against its digest.
+        """Return the whole weights (memory-mapped where possible), each tensor checked against its digest.
+
+        An adapter's are merged into those of its base.
 
         Raises:
             WeightMismatch: if a digest differs, with both digests.
@@ -112,7 +120,7 @@ class ModelRepository(Protocol):
         ...
 
     def hold(self, policy_version: int, *, owner: str) -> None:
-        """Keep a version's tensors from being retired until `release`."""
+        """Keep a version's tensors, and those of its base, from being retired until `release`."""
         ...
 
     def release(self, policy_version: int, *, owner: str) -> None:
@@ -120,5 +128,5 @@ class ModelRepository(Protocol):
         ...
 
     def retire(self) -> Sequence[int]:
-        """Delete tensors of versions that are neither among the newest kept nor held; return them."""
+        """Delete tensors of versions that are neither among the newest kept, nor held, nor a base of those."""
         ...

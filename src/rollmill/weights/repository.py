@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Literal
 import msgspec
 
 from rollmill.errors import InvariantViolation, RunDirectoryError, WeightError
-from rollmill.types import Canary, WeightManifest
+from rollmill.types import Adapter, Canary, WeightManifest
 from rollmill.weights.files import PARTIAL_SUFFIX, fsync_directory, locked
 from rollmill.weights.holds import Holds
 from rollmill.weights.manifests import Manifests, in_words
@@ -87,6 +87,7 @@ class LocalModelRepository:
             ) from error
         self._manifests = Manifests(self._root / "manifests")
         self._holds = Holds(self._root / "holds")
+        self._base: tuple[int, Mapping[str, torch.Tensor]] | None = None
 
     def publish(
         self,
@@ -98,6 +99,7 @@ class LocalModelRepository:
         training_dtype: str,
         canary: Canary | None,
         at_s: float,
+        adapter: Adapter | None = None,
     ) -> WeightManifest:
         """Write tensors, then commit the manifest under max + 1.
 
@@ -112,6 +114,7 @@ class LocalModelRepository:
             history_id=history_id,
             training_dtype=training_dtype,
             at_s=at_s,
+            adapter=adapter,
         ).commit(canary=canary)
 
     def prepare(
@@ -123,15 +126,21 @@ class LocalModelRepository:
         history_id: str,
         training_dtype: str,
         at_s: float,
+        adapter: Adapter | None = None,
     ) -> LocalPublication:
         """Copy tensors, so that they may change again, for the version max + 1; its `commit` makes it visible.
 
         Until it ends, by `commit` or `abandon`, nobody else can publish.
 
+        Args:
+            adapter: what the tensors are added to, if they are an adapter's and not whole weights.
+
         Raises:
-            WeightError: if the space is full, tensors share memory, nothing was given, or another process publishes
-                now; no version appears then.
+            WeightError: if the space is full, tensors share memory, nothing was given, another process publishes now,
+                or the base of an adapter cannot be one; no version appears then.
         """
+        if adapter is not None:
+            self._check_base(adapter)
         with contextlib.ExitStack() as held:
             held.enter_context(self._publishing())
             self._remove_leftovers()
@@ -157,6 +166,7 @@ class LocalModelRepository:
                 transport=transport,
                 location=str(final),
                 published_at_s=at_s,
+                adapter=adapter,
             )
             return LocalPublication(
                 draft,
@@ -168,6 +178,19 @@ class LocalModelRepository:
                 held=held.pop_all(),
             )
         raise InvariantViolation("unreachable: nothing in this block swallows an exception")
+
+    def _check_base(self, adapter: Adapter) -> None:
+        base = self._manifests.read(adapter.base_version)
+        if base.adapter is not None:
+            raise WeightError(
+                f"version {adapter.base_version} is an adapter itself, on version {base.adapter.base_version}: an "
+                "adapter is added to whole weights. Name those as its base"
+            )
+        if base.digest != adapter.base_digest:
+            raise WeightError(
+                f"the adapter was made for weights with digest {adapter.base_digest[:16]}..., and version "
+                f"{adapter.base_version} has {base.digest[:16]}.... Publish its base first"
+            )
 
     def _open_partial(self, partial: Path, *, transport: str) -> io.FileIO:
         """Return the file that a publication is written to: in shared memory a retired one, where there is one."""
@@ -297,16 +320,31 @@ class LocalModelRepository:
         return tuple(m.policy_version for m in self.manifests() if self._tensor_path(m).exists())
 
     def load(self, policy_version: int) -> dict[str, torch.Tensor]:
-        """Return the tensors, memory-mapped, each checked against its digest.
+        """Return the whole weights, memory-mapped, each tensor checked against its digest.
 
-        They stay valid after the version is retired: the mapping keeps the memory until the last tensor is gone.
+        An adapter's are merged into those of its base, in memory of their own where they differ. They stay valid after
+        the version is retired: the mapping keeps the memory until the last tensor is gone.
 
         Raises:
             WeightMismatch: if a digest differs, with both digests.
             WeightError: if the version is unknown or its tensors are gone.
         """
         manifest = self._manifests.read(policy_version)
-        path = self._tensor_path(manifest)
+        if manifest.adapter is None:
+            return self._load_stored(manifest)
+        from rollmill.weights.adapters import merged
+
+        stored, base = self._load_stored(manifest), self._load_base(manifest.adapter)
+        return merged(base, stored, settings=manifest.adapter)
+
+    def _load_base(self, adapter: Adapter) -> Mapping[str, torch.Tensor]:
+        """Return the weights under an adapter, read and verified once: every version of a run has the same base."""
+        if self._base is None or self._base[0] != adapter.base_version:
+            self._base = adapter.base_version, self._load_stored(self._manifests.read(adapter.base_version))
+        return self._base[1]
+
+    def _load_stored(self, manifest: WeightManifest) -> dict[str, torch.Tensor]:
+        policy_version, path = manifest.policy_version, self._tensor_path(manifest)
         try:
             with open_to_read(path) as handle:
                 mapped = MappedFile(handle, path=path)
@@ -328,10 +366,10 @@ class LocalModelRepository:
         Raises:
             WeightError: if the version is unknown or its tensors are gone.
         """
-        manifest = self._manifests.read(policy_version)
         with self._locked():
-            if not self._tensor_path(manifest).exists():
-                raise self._gone(policy_version)
+            for version in self._with_bases([policy_version]):
+                if not self._tensor_path(self._manifests.read(version)).exists():
+                    raise self._gone(version)
             self._holds.add(policy_version, owner=owner)
 
     def release(self, policy_version: int, *, owner: str) -> None:
@@ -345,9 +383,9 @@ class LocalModelRepository:
             return self._holds.living()
 
     def retire(self) -> Sequence[int]:
-        """Delete tensors of versions that are neither among the newest kept nor held; return them."""
+        """Delete tensors of versions that are neither among the newest kept, nor held, nor a base; return them."""
         with self._locked():
-            kept = {*self._manifests.versions()[-self._keep :], *self._holds.living()}
+            kept = self._with_bases([*self._manifests.versions()[-self._keep :], *self._holds.living()])
             retired: list[int] = []
             for version in self._manifests.versions():
                 path = self._tensor_path(self._manifests.read(version))
@@ -358,6 +396,10 @@ class LocalModelRepository:
                         path.unlink()
                     retired.append(version)
             return retired
+
+    def _with_bases(self, versions: Sequence[int]) -> set[int]:
+        adapters = (self._manifests.read(version).adapter for version in versions)
+        return {*versions, *(adapter.base_version for adapter in adapters if adapter is not None)}
 
     def _locked(self) -> contextlib.AbstractContextManager[None]:
         return locked(self._root / "holds.lock")
