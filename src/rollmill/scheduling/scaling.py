@@ -25,6 +25,8 @@ from collections.abc import Sequence
 
 import msgspec
 
+from rollmill.errors import ConfigError
+
 MAX_BACKOFF_S = 600.0
 _EPSILON = 1e-9
 """Keeps a load of exactly two replicas from asking for three."""
@@ -69,10 +71,12 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True):
         router_queue: requests that a router holds back because no replica has room.
         failed_starts: replicas in a row that ended before they served.
         failed_at_s: when the last of them ended.
+        blind: part of the load could not be seen, so nothing leaves because there is little.
     """
 
     replicas: tuple[ReplicaLoad, ...]
     router_queue: int = 0
+    blind: bool = False
     failed_starts: int = 0
     failed_at_s: float = -math.inf
 
@@ -113,6 +117,30 @@ class ScalingSettings(msgspec.Struct, frozen=True, kw_only=True):
     unfit_limit_s: float = 120.0
     start_limit_s: float = 900.0
     backoff_s: float = 10.0
+
+    def __post_init__(self) -> None:
+        problems = [text for wrong, text in self._rules() if wrong]
+        if problems:
+            raise ConfigError(f"these settings of scaling cannot be kept: {'; '.join(problems)}")
+
+    def _rules(self) -> tuple[tuple[bool, str], ...]:
+        low, high, least, most = self.low_usage, self.high_usage, self.min_replicas, self.max_replicas
+        limits = {"unfit_limit_s": self.unfit_limit_s, "start_limit_s": self.start_limit_s, "backoff_s": self.backoff_s}
+        times = {"target_wait_s": self.target_wait_s, "in_window_s": self.in_window_s, **limits}
+        rests = {"out_rest_s": self.out_rest_s, "in_rest_s": self.in_rest_s}
+        return (
+            (least < 1, f"min_replicas {least} is below 1: a request finds nobody who could start the first one"),
+            (most < least, f"max_replicas {most} is below min_replicas {least}"),
+            (
+                not 0 < low < high <= 1,
+                f"low_usage {low} must be above 0 and below high_usage {high}, and that 1 at most; else a step down is "
+                "followed by a step up",
+            ),
+            (self.max_step_out < 1, f"max_step_out {self.max_step_out} is below 1"),
+            (self.max_step_in < 1, f"max_step_in {self.max_step_in} is below 1"),
+            *((not value > 0, f"{name} {value} is not above 0") for name, value in times.items()),
+            *((not value >= 0, f"{name} {value} is below 0") for name, value in rests.items()),
+        )
 
 
 class Need(msgspec.Struct, frozen=True, kw_only=True):
@@ -312,7 +340,8 @@ def _fewer(
     count = len(here)
     needed = max(settings.min_replicas, *(number for _, number in memory.needs))
     since_s = max(memory.changed_at_s + settings.in_rest_s, (memory.began_s or 0.0) + settings.in_window_s)
-    if needed >= count or now_s < since_s or fleet.of(ReplicaPhase.STARTING, ReplicaPhase.UNFIT):
+    hidden = fleet.blind or fleet.of(ReplicaPhase.STARTING, ReplicaPhase.UNFIT)
+    if needed >= count or now_s < since_s or hidden:
         return None
     leaving = _least_missed(here)[: min(count - needed, settings.max_step_in)]
     names = ", ".join(r.name for r in leaving)

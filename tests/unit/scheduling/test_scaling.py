@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from rollmill.errors import ConfigError
 from rollmill.scheduling.scaling import (
     Decision,
     Fleet,
@@ -167,6 +168,10 @@ def test_what_is_being_finished_on_a_leaving_replica_still_counts_as_load():
     assert over_time(seen, until_s=600) == []
 
 
+def test_nothing_leaves_while_part_of_the_load_cannot_be_seen():
+    assert over_time(fleet(replica("a"), replica("b"), blind=True), until_s=600) == []
+
+
 # -- bounds
 
 
@@ -233,3 +238,21 @@ def test_every_decision_gives_its_numbers():
         target=1, reason="stay at 1: 1 serve 3 sequences on 10 seats with 25% of the KV, 0 wait for 0.0 s"
     )
     assert msgspec.structs.asdict(decision)["start"] == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"min_replicas": 0}, "min_replicas 0"),
+        ({"min_replicas": 5, "max_replicas": 4}, "below min_replicas 5"),
+        ({"low_usage": 0.9, "high_usage": 0.9}, "low_usage 0.9"),
+        ({"high_usage": 1.1}, "high_usage 1.1"),
+        ({"max_step_in": 0}, "max_step_in 0"),
+        ({"target_wait_s": 0.0}, "target_wait_s 0.0"),
+        ({"out_rest_s": -1.0}, "out_rest_s -1.0"),
+        ({"in_window_s": float("nan")}, "in_window_s nan"),
+    ],
+)
+def test_settings_that_cannot_be_kept_are_refused_by_name(changes, complaint):
+    with pytest.raises(ConfigError, match=complaint):
+        ScalingSettings(**changes)
