@@ -141,7 +141,7 @@ def address_of(host: str, port: int) -> str:
 
 
 def read_token(file: str | Path) -> str:
-    """Return the token in a file: its first line.
+    """Return the token in a file, its only line.
 
     Raises:
         ConfigError: if it cannot be read, or holds no token that is worth the name.

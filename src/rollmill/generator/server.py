@@ -22,16 +22,16 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from rollmill.config.schema import LimitSettings
-from rollmill.errors import ConfigError, DataError, RollmillError, Unauthenticated
+from rollmill.errors import ConfigError, DataError, RollmillError
 from rollmill.generator.event_stream import EventStream
+from rollmill.generator.interceptors import abort_with, interceptors
 from rollmill.generator.proto import policy_inference_pb2 as pb
 from rollmill.generator.proto import policy_inference_pb2_grpc as pb_grpc
 from rollmill.generator.proto import rl_inference_pb2 as rl_pb
 from rollmill.generator.proto import rl_inference_pb2_grpc as rl_pb_grpc
-from rollmill.generator.security import Access, admits
+from rollmill.generator.security import Access
 from rollmill.generator.service import InferenceService
 from rollmill.generator.state import ReplicaState
-from rollmill.generator.statuses import error_to_status
 from rollmill.generator.wire import (
     DEFAULT_DEADLINE_S,
     prompt_from_message,
@@ -205,49 +205,6 @@ async def answer(service: InferenceService, *, context: Context, work: Callable[
         raise
 
 
-async def abort_with(error: RollmillError, *, context: Context) -> None:
-    """End a call with the status of an error."""
-    name, details, metadata = error_to_status(error)
-    await context.abort(grpc.StatusCode[name], details, tuple(metadata.items()))
-
-
-class TokenInterceptor(grpc.aio.ServerInterceptor):
-    """Lets only calls through that carry the token; health is for everybody, because probes have no secrets.
-
-    Args:
-        token: that callers must give as `authorization: Bearer TOKEN`.
-    """
-
-    def __init__(self, token: str) -> None:
-        self._token = token
-
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> grpc.RpcMethodHandler:
-        """Pass the call on, or answer it with UNAUTHENTICATED."""
-        method = str(handler_call_details.method)
-        given = dict(handler_call_details.invocation_metadata or ()).get("authorization")
-        handler = await continuation(handler_call_details)
-        if method.startswith(f"/{HEALTH_SERVICE_NAME}/") or admits(given, token=self._token):
-            return handler
-        return _refusing(handler)
-
-
-def _refusing(handler: grpc.RpcMethodHandler | None) -> grpc.RpcMethodHandler | None:
-    """Return a handler that refuses the call before it reads what was sent; an unknown method stays unknown."""
-
-    async def refuse(_: object, context: Context) -> None:
-        error = Unauthenticated(
-            "the call has no token, or not the one that this replica was started with. Send it as metadata "
-            "`authorization: Bearer TOKEN` (GeneratorClient: token=...)"
-        )
-        await abort_with(error, context=context)
-
-    return None if handler is None else grpc.stream_stream_rpc_method_handler(refuse)
-
-
 def new_server(
     service: InferenceService, *, access: Access | None = None
 ) -> tuple[grpc.aio.Server, PolicyInferenceServicer]:
@@ -260,7 +217,7 @@ def new_server(
     token = None if access is None else access.token
     limits = service.limits
     server = grpc.aio.server(
-        interceptors=() if token is None else (TokenInterceptor(token),),
+        interceptors=interceptors(token=token),
         options=server_options(limits),
         # A reader that is stuck holds its call, but no place and no KV: twice the places, and then it is refused.
         maximum_concurrent_rpcs=2 * limits.max_requests + _CONTROL_CALLS,
@@ -283,6 +240,8 @@ def server_options(limits: LimitSettings) -> tuple[tuple[str, int], ...]:
         ("grpc.max_concurrent_streams", 2 * limits.max_requests + _CONTROL_CALLS),
         ("grpc.keepalive_time_ms", round(limits.keepalive_s * 1000)),
         ("grpc.keepalive_timeout_ms", round(limits.keepalive_timeout_s * 1000)),
+        # Without this one, an unanswered ping closes the connection only after a minute.
+        ("grpc.http2.ping_timeout_ms", round(limits.keepalive_timeout_s * 1000)),
         ("grpc.keepalive_permit_without_calls", 1),
         # Clients may ping as often as we do; more is answered with GOAWAY.
         ("grpc.http2.min_ping_interval_without_data_ms", round(limits.keepalive_s * 500)),
