@@ -9,6 +9,7 @@ import click
 from rollmill import __version__
 
 _COMMANDS = {
+    "autoscale": "rollmill.cli.autoscale:autoscale_command",
     "config": "rollmill.cli.config_commands:config_group",
     "disaggregate": "rollmill.cli.disaggregate:disaggregate_command",
     "eval": "rollmill.cli.evaluate:evaluate_command",

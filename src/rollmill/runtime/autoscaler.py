@@ -33,6 +33,7 @@ from rollmill.generator.state import ReplicaState
 from rollmill.generator.tally import Recent
 from rollmill.generator.wire import ReplicaStatus
 from rollmill.runtime.parent import PARENT_VARIABLE
+from rollmill.runtime.stopping import stop_on_signals
 from rollmill.scheduling.scaling import Decision, Fleet, Memory, ReplicaLoad, ReplicaPhase, ScalingSettings, decide
 
 HEADER = "# Written by rollmill autoscale: replicas that serve, one address a line."
@@ -199,7 +200,7 @@ class Autoscaler:
         except BaseExceptionGroup as group:  # one error as a rule, and the first is the cause of the others
             raise group.exceptions[0] from group
         finally:
-            self._kill_all()
+            await self._kill_all()
             self._publish()
             if self._router is not None:
                 await self._router.close()
@@ -251,6 +252,7 @@ class Autoscaler:
             replica.enter(ReplicaPhase.UNFIT, now_s=self._clock.now_s())
         if replica.phase is ReplicaPhase.SERVING and before is not ReplicaPhase.SERVING:
             self._failed_starts = 0
+            self._publish()
             self._tell("serving", f"{replica.client.address} serves", replica=replica)
 
     def _reach(self, replica: _Replica) -> GeneratorClient | None:
@@ -305,10 +307,11 @@ class Autoscaler:
     async def _watch(self, replica: _Replica, *, process: asyncio.subprocess.Process) -> None:
         """See the end of a replica's process, whatever brought it about."""
         status = await process.wait()
-        del self._replicas[replica.name]
+        self._replicas.pop(replica.name, None)
         if replica.client is not None:
             await replica.client.close()
         replica.address_file.unlink(missing_ok=True)
+        self._publish()
         self._woken.set()
         if replica.phase is ReplicaPhase.DRAINING:
             return
@@ -341,10 +344,13 @@ class Autoscaler:
     def _still_here(self) -> list[_Replica]:
         return [replica for replica in self._replicas.values() if replica.phase is not ReplicaPhase.DRAINING]
 
-    def _kill_all(self) -> None:
-        for replica in self._replicas.values():
+    async def _kill_all(self) -> None:
+        """End what is left after an error or a second signal; waits for the kernel only."""
+        for replica in list(self._replicas.values()):
             if replica.process is not None and replica.process.returncode is None:
                 replica.process.kill()
+                await replica.process.wait()
+        self._replicas.clear()
 
     # -- telling
 
@@ -365,6 +371,24 @@ class Autoscaler:
         if listed != self._listed:
             write_replicas_file(self._options.replicas_file, listed)
             self._listed = listed
+
+
+def run_autoscaler(options: AutoscalerOptions, *, on_event: Callable[[ScalingEvent], None]) -> None:
+    """Scale until SIGTERM or SIGINT, which drain all replicas; a second signal kills them.
+
+    Raises:
+        ConfigError: as `Autoscaler.run`.
+        KeyboardInterrupt: on a second signal.
+    """
+
+    async def run() -> None:
+        with stop_on_signals() as stop:
+            await Autoscaler(options, on_event=on_event).run(stop)
+
+    try:
+        asyncio.run(run())
+    except asyncio.CancelledError as error:
+        raise KeyboardInterrupt from error
 
 
 async def _end(process: asyncio.subprocess.Process, *, grace_s: float) -> bool:

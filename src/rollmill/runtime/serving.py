@@ -12,10 +12,8 @@ Decides where the first weights come from; what is refused and why is the servic
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
-import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,6 +24,7 @@ from rollmill.config.schema import RollmillConfig
 from rollmill.environments.rendering import Renderer
 from rollmill.errors import RunDirectoryError, WeightError
 from rollmill.generator.security import Access, address_of, check_binding
+from rollmill.runtime.stopping import stop_on_signals
 from rollmill.runtime.threads import process_environment
 from rollmill.types import WeightManifest
 from rollmill.weights.fixed import FixedModel
@@ -142,7 +141,7 @@ async def _serve(
             )
         )
 
-    with _signals() as stop:
+    with stop_on_signals() as stop:
         await serve(
             engine=engine,
             repository=repository,
@@ -164,25 +163,6 @@ async def _serve(
         )
 
 
-@contextlib.contextmanager
-def _signals() -> Iterator[asyncio.Event]:
-    """Set an event on the first SIGTERM or SIGINT, and end the running task on the second."""
-    stop, loop, task = asyncio.Event(), asyncio.get_running_loop(), asyncio.current_task()
-
-    def hear() -> None:
-        if stop.is_set() and task is not None:
-            task.cancel()
-        stop.set()
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, hear)
-    try:
-        yield stop
-    finally:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.remove_signal_handler(number)
-
-
 class HttpFace:
     """The OpenAI-compatible face with /metrics; imported when it is served.
 
@@ -199,8 +179,8 @@ class HttpFace:
 
     async def serve(self, service: InferenceService, *, stop: asyncio.Event, on_bound: Callable[[str], None]) -> None:
         """Serve until `stop` is set."""
-        from rollmill.generator.http import serve_http
         from rollmill.generator.gpu import find_gpus
+        from rollmill.generator.http import serve_http
         from rollmill.generator.metrics import ReplicaMetrics
 
         options, access = self._options, self._options.access
