@@ -25,8 +25,8 @@ from generator_builders import (
 from rollmill.clock import SystemClock
 from rollmill.errors import DataError, EngineDead, EngineError, WeightMismatch
 from rollmill.generator.engines.fake import FakeEngine
-from rollmill.generator.engines.protocol import Engine
-from rollmill.types import GenerateRequest, SamplingParams, StopReason, Turn
+from rollmill.generator.engines.protocol import Engine, OnTokens
+from rollmill.types import GenerateRequest, SamplingParams, StopReason, TokenChunk, Turn
 
 OLD, NEW = random_model(seed=1), random_model(seed=2)
 
@@ -67,9 +67,9 @@ class Subject:
         self.kill = kill
         self.gate = gate
 
-    async def running(self, asked: GenerateRequest) -> asyncio.Task[Turn]:
+    async def running(self, asked: GenerateRequest, *, on_tokens: OnTokens | None = None) -> asyncio.Task[Turn]:
         """Start a request and return once it has two tokens or more; nothing moves on before `act`."""
-        task = asyncio.ensure_future(self.engine.generate(asked))
+        task = asyncio.ensure_future(self.engine.generate(asked, on_tokens=on_tokens))
         await asyncio.sleep(0)
         if self.gate is not None:
             self.gate.allow(2)
@@ -177,6 +177,56 @@ async def test_the_version_spans_partition_the_output_across_an_update(subject):
         (0, before, 1),
         (before, 60, 2),
     ]
+
+
+def joined(chunks: list[TokenChunk]) -> tuple[list[int], list[float], list[tuple[int, int]]]:
+    """Ids, log-probs, and (version, tokens) of chunks, which must leave no gap."""
+    assert [chunk.start_token for chunk in chunks] == [
+        sum(len(before.output_ids) for before in chunks[:index]) for index in range(len(chunks))
+    ]
+    runs: list[tuple[int, int]] = []
+    for chunk in chunks:
+        version, tokens = runs.pop() if runs and runs[-1][0] == chunk.policy_version else (chunk.policy_version, 0)
+        runs.append((version, tokens + len(chunk.output_ids)))
+    ids = [token for chunk in chunks for token in chunk.output_ids.tolist()]
+    return ids, [float(logprob) for chunk in chunks for logprob in chunk.behavior_logprobs], runs
+
+
+async def test_the_chunks_of_a_stream_are_the_turn_and_the_turn_is_the_one_without_a_stream(subject):
+    asked = {"max_new_tokens": 30, "seed": 3, "top_p": 0.9}
+    plain = await subject.engine.generate(request("plain", prompt_of(9), **asked))
+    chunks: list[TokenChunk] = []
+    streamed = await subject.engine.generate(request("streamed", prompt_of(9), **asked), on_tokens=chunks.append)
+    ids, logprobs, runs = joined(chunks)
+    assert len(chunks) > 1
+    assert ids == streamed.output_ids.tolist() == plain.output_ids.tolist()
+    assert logprobs == streamed.behavior_logprobs.tolist()
+    np.testing.assert_allclose(streamed.behavior_logprobs, plain.behavior_logprobs, atol=1e-5)
+    assert runs == [(1, 30)]
+    assert (streamed.stop_reason, streamed.version_spans) == (plain.stop_reason, plain.version_spans)
+
+
+async def test_a_stream_across_an_update_has_chunks_of_both_versions_and_none_of_mixed_ones(subject):
+    chunks: list[TokenChunk] = []
+    task = await subject.running(request("a", prompt_of(5), max_new_tokens=60), on_tokens=chunks.append)
+    await subject.act(subject.engine.pause("keep"))
+    await update(subject)
+    await subject.engine.resume()
+    turn = await task
+    ids, logprobs, runs = joined(chunks)
+    assert (ids, logprobs) == (turn.output_ids.tolist(), turn.behavior_logprobs.tolist())
+    assert runs == [(span.policy_version, span.end_token - span.start_token) for span in turn.version_spans]
+    assert [version for version, _ in runs] == [1, 2]
+
+
+async def test_an_aborted_stream_has_given_every_token_of_its_partial_turn(subject):
+    chunks: list[TokenChunk] = []
+    task = await subject.running(request("a", prompt_of(5), max_new_tokens=60), on_tokens=chunks.append)
+    await subject.act(subject.engine.abort("a"))
+    turn = await task
+    assert turn.stop_reason is StopReason.ABORT
+    assert joined(chunks)[0] == turn.output_ids.tolist()
+    assert 0 < len(turn.output_ids) < 60
 
 
 async def test_weights_made_ready_are_served_only_after_their_update(subject):
@@ -349,6 +399,8 @@ async def test_an_output_never_exceeds_max_model_len(subject):
         ([1] * MAX_LEN, {}, f"{MAX_LEN} tokens"),
         ([1, 10_000], {}, r"1\.\.10000 outside the vocabulary"),
         ([1], {"temperature": -1.0}, "temperature -1.0"),
+        ([1], {"temperature": math.nan}, "temperature nan"),
+        ([1], {"temperature": math.inf}, "temperature inf"),
         ([1], {"top_p": 0.0}, "top_p 0.0"),
         ([1], {"max_new_tokens": 0}, "max_new_tokens 0"),
     ],
