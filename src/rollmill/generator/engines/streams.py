@@ -35,3 +35,39 @@ def uniforms(seeds: np.ndarray, counters: np.ndarray) -> np.ndarray:
         state = mix(seeds.astype(np.uint64) + _GOLDEN)
         bits = mix(state + (counters.astype(np.uint64) + np.uint64(1)) * _GOLDEN)
     return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def advanced_seed(seed: int, count: int) -> int:
+    """Return the seed whose stream begins where that of `seed` is after `count` numbers.
+
+    So a request that is moved with the tokens it has draws on elsewhere what it would have drawn here.
+
+    Example:
+        >>> one, moved = np.array([7]), np.array([advanced_seed(7, 3)])
+        >>> bool(uniforms(one, np.array([5]))[0] == uniforms(moved, np.array([2]))[0])
+        True
+    """
+    golden = int(_GOLDEN)
+    state = _mix_int((seed + golden) % 2**64)
+    return (_unmix_int((state + count * golden) % 2**64) - golden) % 2**64
+
+
+def _mix_int(state: int) -> int:
+    state = ((state ^ (state >> 30)) * int(_MIX_1)) % 2**64
+    state = ((state ^ (state >> 27)) * int(_MIX_2)) % 2**64
+    return state ^ (state >> 31)
+
+
+def _unmix_int(state: int) -> int:
+    """Undo `mix`: each of its steps is a bijection of 64 bits."""
+    state = (_unshift(state, 31) * pow(int(_MIX_2), -1, 2**64)) % 2**64
+    state = (_unshift(state, 27) * pow(int(_MIX_1), -1, 2**64)) % 2**64
+    return _unshift(state, 30)
+
+
+def _unshift(state: int, bits: int) -> int:
+    """Undo `state ^ (state >> bits)`: the high bits are as they were, and give the next ones."""
+    found = state
+    for _ in range(64 // bits):
+        found = state ^ (found >> bits)
+    return found

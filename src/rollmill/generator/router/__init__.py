@@ -1,0 +1,1 @@
+"""Many replicas behind one address: which one gets a request, and what happens when one is lost."""

@@ -1,0 +1,211 @@
+"""The replicas as the router sees them: standing, version, load. Pure; the time comes with each call."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from math import ceil
+
+from rollmill.config.router import RouterSettings
+from rollmill.generator.router.breaker import Breaker
+from rollmill.generator.router.records import Ask, Report, Seen
+
+KV_WEIGHT = 0.5
+"""Of the KV in use beside the places in use: KV that only caches prefixes is no load."""
+LOADING_WEIGHT = 0.25
+"""Of a replica that is about to pause for new weights: others are better while they have room."""
+_STANDING = {
+    "starting": Seen.JOINING,
+    "serving": Seen.SERVING,
+    "dirty": Seen.DIRTY,
+    "draining": Seen.DRAINING,
+    "dead": Seen.DEAD,
+}
+
+
+class Member:
+    """One replica.
+
+    Attributes:
+        jobs: it serves these; all if empty.
+        places: samples it gets at once.
+        in_flight: samples that this router has there.
+        others: samples there that came past this router, at the last report.
+        loading: the policy version that it is loading now.
+        target: the version it must load before it serves.
+    """
+
+    __slots__ = (
+        "age_s", "breaker", "digest", "in_flight", "jobs", "kv_use", "loading", "max_model_len", "name", "others",
+        "places", "policy_version", "reason", "requests", "seen", "slots", "target",
+    )  # fmt: skip
+
+    def __init__(self, name: str, *, jobs: tuple[str, ...], breaker: Breaker) -> None:
+        self.name = name
+        self.jobs = jobs
+        self.breaker = breaker
+        self.seen = Seen.UNKNOWN
+        self.reason = "has not answered yet"
+        self.policy_version = 0
+        self.digest = ""
+        self.slots = self.places = 1
+        self.max_model_len = 0
+        self.in_flight = self.others = self.requests = 0
+        self.kv_use = 0.0
+        self.age_s = 0.0
+        self.loading: int | None = None
+        self.target: int | None = None
+
+    def load(self) -> float:
+        """Return how busy it is; 1.0 is full."""
+        load = (self.in_flight + self.others) / self.places + KV_WEIGHT * self.kv_use
+        return load if self.loading is None else load + LOADING_WEIGHT
+
+    def has_room(self, samples: int) -> bool:
+        """Return whether it gets these samples now; more than it has places for only if it is idle."""
+        return self.in_flight == 0 or self.in_flight + self.others + samples <= self.places
+
+
+class ReplicaTable:
+    """All replicas of the fleet."""
+
+    def __init__(self, settings: RouterSettings) -> None:
+        self._settings = settings
+        self._members: dict[str, Member] = {}
+        self._targets: dict[tuple[str, ...], int] = {}
+
+    def __iter__(self) -> Iterator[Member]:
+        return iter(self._members.values())
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._members
+
+    def __getitem__(self, name: str) -> Member:
+        return self._members[name]
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    # -- joins, leaves, reports
+
+    def join(self, name: str, *, jobs: tuple[str, ...] = ()) -> None:
+        """Take a replica on the list; it serves nothing before it has answered."""
+        member = self._members.get(name)
+        if member is not None and member.seen is not Seen.LEAVING:
+            return
+        in_flight = 0 if member is None else member.in_flight
+        settings = self._settings
+        breaker = Breaker(failures=settings.breaker_failures, open_s=settings.breaker_open_s)
+        self._members[name] = member = Member(name, jobs=tuple(sorted(jobs)), breaker=breaker)
+        member.in_flight = in_flight
+
+    def leave(self, name: str) -> None:
+        """Give a replica no more requests; it is forgotten when its last one has ended."""
+        member = self._members[name]
+        member.seen, member.reason = Seen.LEAVING, "it was taken off the list"
+        self._forget_idle(member)
+
+    def release(self, name: str, samples: int) -> Member | None:
+        """Samples at a replica have ended; return it if it is still on the list."""
+        member = self._members.get(name)
+        if member is not None:
+            member.in_flight -= samples
+            self._forget_idle(member)
+        return member
+
+    def _forget_idle(self, member: Member) -> None:
+        if member.seen is Seen.LEAVING and member.in_flight <= 0:
+            del self._members[member.name]
+
+    def silent(self, name: str, *, reason: str, dead: bool = False) -> None:
+        """A replica did not answer, or broke a request; it serves again once it answers."""
+        member = self._members.get(name)
+        if member is not None and member.seen is not Seen.LEAVING:
+            member.seen, member.reason = (Seen.DEAD if dead else Seen.UNKNOWN), reason
+
+    def report(self, name: str, report: Report, *, in_flight_before: int = 0) -> bool:
+        """Take note of what a replica says; return whether its engine is another one than before.
+
+        Args:
+            in_flight_before: samples that the router had there when it asked; those that the replica has beyond them
+                came past the router.
+        """
+        member = self._members[name]
+        if member.seen is Seen.LEAVING:
+            return False
+        restarted = report.age_s < member.age_s
+        joins = restarted or member.seen not in (Seen.SERVING, Seen.DIRTY)
+        member.policy_version, member.digest = report.policy_version, report.digest
+        member.slots, member.max_model_len = max(report.slots, 1), report.max_model_len
+        member.places = ceil(member.slots * self._settings.overcommit)
+        member.others = max(0, report.running + report.waiting - max(in_flight_before, member.in_flight))
+        member.kv_use, member.age_s = report.kv_use, report.age_s
+        seen, reason = _STANDING.get(report.state, Seen.UNKNOWN), report.reason
+        if seen is Seen.SERVING:
+            seen, reason = self._fit(member, joins=joins)
+        member.seen, member.reason = seen, reason
+        return restarted
+
+    def _fit(self, member: Member, *, joins: bool) -> tuple[Seen, str]:
+        """Return what a replica that says it serves is fit for in this fleet."""
+        version = self.fleet_version(member.jobs)
+        if joins and member.policy_version < version:
+            member.target = version
+            return Seen.JOINING, f"serves policy version {member.policy_version}; it joins once it serves {version}"
+        if member.target is not None and member.policy_version >= member.target:
+            member.target = None
+        if member.target is not None:
+            return member.seen, member.reason
+        for other in self._members.values():
+            if (
+                other is not member
+                and other.seen is Seen.SERVING
+                and (other.jobs, other.policy_version) == (member.jobs, member.policy_version)
+                and "" != other.digest != member.digest != ""
+            ):
+                return Seen.DIRTY, (
+                    f"says policy version {member.policy_version} has digest {member.digest[:12]}, while {other.name} "
+                    f"serves it with {other.digest[:12]}"
+                )
+        return Seen.SERVING, ""
+
+    # -- versions
+
+    def fleet_version(self, jobs: tuple[str, ...]) -> int:
+        """Return the version that a replica of these jobs must serve to join."""
+        served = (m.policy_version for m in self._members.values() if m.seen is Seen.SERVING and m.jobs == jobs)
+        return max(self._targets.get(jobs, 0), max(served, default=0))
+
+    def set_target(self, jobs: tuple[str, ...], version: int) -> None:
+        """From now on replicas of these jobs join with this version or a newer one."""
+        self._targets[jobs] = max(version, self._targets.get(jobs, 0))
+
+    def of_job(self, job: str) -> list[Member]:
+        """Return the replicas that serve a job, in order of their names; all of them for an empty name."""
+        found = [m for m in self._members.values() if not job or not m.jobs or job in m.jobs]
+        return sorted(found, key=lambda member: member.name)
+
+    # -- choice
+
+    def eligible(self, ask: Ask, *, excluded: Collection[str], now_s: float) -> list[Member]:
+        """Return the replicas that may get a request, full or not."""
+        job, version = ask.job, ask.min_policy_version
+        return [
+            member
+            for member in self._members.values()
+            if member.seen is Seen.SERVING
+            and member.policy_version >= version
+            and (not member.jobs or job in member.jobs)
+            and (member.breaker.closed or member.breaker.allows(now_s=now_s))
+            and member.name not in excluded
+        ]
+
+    def summary(self) -> str:
+        """Return who is in which state, for a refusal and for people."""
+        return (
+            "; ".join(
+                f"{member.name} {member.seen.value}"
+                + (f" ({member.reason})" if member.reason else f" version {member.policy_version}")
+                for member in sorted(self._members.values(), key=lambda one: one.name)
+            )
+            or "the list of replicas is empty"
+        )

@@ -1,0 +1,200 @@
+"""One replica as the router talks to it: bytes in, bytes out, and what an error says about the replica."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Mapping
+from typing import Any, Protocol
+
+import grpc
+
+from rollmill.errors import (
+    DataError,
+    DeadlineExceeded,
+    EngineDead,
+    EngineError,
+    ModelError,
+    NotServing,
+    Overloaded,
+    RequestIdInUse,
+    RollmillError,
+    Unauthenticated,
+)
+from rollmill.generator.proto import policy_inference_pb2 as pb
+from rollmill.generator.router.records import Ended
+from rollmill.generator.security import TlsFiles, bearer
+from rollmill.generator.statuses import error_from_status
+
+SERVICE = pb.DESCRIPTOR.services_by_name["PolicyInference"].full_name
+_OPTIONS = (
+    ("grpc.max_send_message_length", -1),
+    ("grpc.max_receive_message_length", -1),
+    ("grpc.enable_http_proxy", 0),
+    # A replica that was restarted is found again at once, not after a minute of back-off.
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1000),
+    ("grpc.keepalive_time_ms", 30_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+)
+
+
+class UpstreamError(Exception):
+    """A call to a replica failed.
+
+    Attributes:
+        error: as its caller shall get it.
+        ended: what it says about the replica.
+        replica: its name, where it is known.
+    """
+
+    def __init__(self, error: RollmillError, ended: Ended, *, replica: str = "") -> None:
+        super().__init__(str(error))
+        self.error = error
+        self.ended = ended
+        self.replica = replica
+
+
+class Upstream(Protocol):
+    """A replica. Every call has a deadline and raises `UpstreamError`; its cancellation cancels the replica's work."""
+
+    async def generate(self, data: bytes, *, timeout_s: float) -> bytes:
+        """Return a serialized reply in one piece."""
+        ...
+
+    def stream(self, data: bytes, *, timeout_s: float) -> AsyncGenerator[bytes, None]:
+        """Return the serialized events of a request."""
+        ...
+
+    async def abort(self, request_id: str, *, timeout_s: float) -> bool:
+        """Abort a request; return whether it was there."""
+        ...
+
+    async def score(self, data: bytes, *, timeout_s: float) -> bytes:
+        """Return a serialized reply with log-probs."""
+        ...
+
+    async def status(self, *, timeout_s: float) -> pb.StatusReply:
+        """Return standing, weights and load."""
+        ...
+
+    async def load_weights(self, policy_version: int, *, timeout_s: float) -> pb.LoadWeightsReply:
+        """Have it serve another version."""
+        ...
+
+    async def close(self) -> None:
+        """End the connection, and all calls with it."""
+        ...
+
+
+def judge(error: RollmillError, *, status: str) -> Ended:
+    """Return what an error says about the replica that it came from.
+
+    Args:
+        status: name of the gRPC status.
+
+    Example:
+        >>> judge(NotServing("draining"), status="UNAVAILABLE")
+        <Ended.REFUSED: 'refused'>
+    """
+    match error:
+        case DataError() | ModelError() | RequestIdInUse() | DeadlineExceeded():
+            return Ended.INVALID
+        case NotServing():
+            return Ended.REFUSED
+        case EngineDead():
+            return Ended.LOST
+        case Overloaded():
+            return Ended.DECLINED
+        case _ if status in ("FAILED_PRECONDITION", "RESOURCE_EXHAUSTED"):
+            return Ended.DECLINED
+        case _ if status == "CANCELLED":
+            return Ended.LOST
+        case _:
+            return Ended.FAILED
+
+
+class GrpcUpstream:
+    """A replica over gRPC.
+
+    Args:
+        address: `host:port`.
+        token: that the replica asks for.
+        tls: files of this side, where the replica has TLS.
+    """
+
+    def __init__(self, address: str, *, token: str | None = None, tls: TlsFiles | None = None) -> None:
+        self.address = address
+        self._metadata = None if token is None else (("authorization", bearer(token)),)
+        self._channel = channel_to(address, tls=tls)
+        self._calls: dict[str, Any] = {
+            name: self._channel.unary_unary(f"/{SERVICE}/{name}")
+            for name in ("Generate", "Abort", "Score", "Status", "LoadWeights")
+        }
+        self._stream = self._channel.unary_stream(f"/{SERVICE}/GenerateStream")
+
+    async def generate(self, data: bytes, *, timeout_s: float) -> bytes:
+        """Return a serialized reply in one piece."""
+        try:
+            return await self._calls["Generate"](data, timeout=timeout_s, metadata=self._metadata)
+        except grpc.aio.AioRpcError as error:
+            raise self._failed(error, asked="Generate") from error
+
+    async def stream(self, data: bytes, *, timeout_s: float) -> AsyncGenerator[bytes, None]:
+        """Yield the serialized events of a request; closing the iterator cancels the request."""
+        call = self._stream(data, timeout=timeout_s, metadata=self._metadata)
+        try:
+            async for event in call:
+                yield event
+        except grpc.aio.AioRpcError as error:
+            raise self._failed(error, asked="GenerateStream") from error
+        finally:
+            call.cancel()
+
+    async def abort(self, request_id: str, *, timeout_s: float) -> bool:
+        """Abort a request; return whether it was there."""
+        data = pb.AbortRequest(request_id=request_id).SerializeToString()
+        return pb.AbortReply.FromString(await self._call("Abort", data, timeout_s=timeout_s)).found
+
+    async def score(self, data: bytes, *, timeout_s: float) -> bytes:
+        """Return a serialized reply with log-probs."""
+        return await self._call("Score", data, timeout_s=timeout_s)
+
+    async def status(self, *, timeout_s: float) -> pb.StatusReply:
+        """Return standing, weights and load."""
+        return pb.StatusReply.FromString(await self._call("Status", b"", timeout_s=timeout_s))
+
+    async def load_weights(self, policy_version: int, *, timeout_s: float) -> pb.LoadWeightsReply:
+        """Have it serve another version."""
+        data = pb.LoadWeightsRequest(policy_version=policy_version).SerializeToString()
+        return pb.LoadWeightsReply.FromString(await self._call("LoadWeights", data, timeout_s=timeout_s))
+
+    async def close(self) -> None:
+        """End the connection, and all calls with it."""
+        await self._channel.close()
+
+    async def _call(self, name: str, data: bytes, *, timeout_s: float) -> bytes:
+        try:
+            return await self._calls[name](data, timeout=timeout_s, metadata=self._metadata)
+        except grpc.aio.AioRpcError as error:
+            raise self._failed(error, asked=name) from error
+
+    def _failed(self, error: grpc.aio.AioRpcError, *, asked: str) -> UpstreamError:
+        metadata: Mapping[str, str] = {str(key): str(value) for key, value in error.trailing_metadata() or ()}
+        status = error.code().name
+        found = error_from_status(
+            status, error.details() or "", metadata=metadata, where=f"{asked} to the replica at {self.address}"
+        )
+        ended = judge(found, status=status)
+        if isinstance(found, Unauthenticated):
+            # The router's own credentials; its caller's were right.
+            found = EngineError(f"the replica at {self.address} refuses the router: {found}")
+        return UpstreamError(found, ended)
+
+
+def channel_to(address: str, *, tls: TlsFiles | None) -> grpc.aio.Channel:
+    """Return a channel to a replica."""
+    if tls is None:
+        return grpc.aio.insecure_channel(address, options=_OPTIONS)
+    files = tls.read()
+    credentials = grpc.ssl_channel_credentials(files.ca, files.key, files.cert)
+    options = (*_OPTIONS, ("grpc.ssl_target_name_override", tls.server_name)) if tls.server_name else _OPTIONS
+    return grpc.aio.secure_channel(address, credentials, options=options)
