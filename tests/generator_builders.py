@@ -17,6 +17,7 @@ from rollmill.clock import Clock, SystemClock, VirtualClock
 from rollmill.errors import WeightError, WeightMismatch
 from rollmill.generator.engines.embedded.core import EngineCore
 from rollmill.generator.engines.embedded.engine import EmbeddedEngine
+from rollmill.generator.engines.embedded.kv import BLOCK_TOKENS, KvCache
 from rollmill.generator.engines.embedded.linears import KernelChoice
 from rollmill.generator.engines.embedded.model import ServedModel
 from rollmill.generator.engines.meter import SecondsMeter
@@ -91,7 +92,8 @@ class SteppedEngine:
         model: Any,
         *,
         max_num_seqs: int = 8,
-        prefill_tokens: int = 512,
+        max_num_batched_tokens: int = 512,
+        kv_blocks: int | None = None,
         dtype: str = "float32",
         kernels: KernelChoice = "auto",
     ):
@@ -109,7 +111,12 @@ class SteppedEngine:
             digest="digest-1",
             max_num_seqs=max_num_seqs,
             max_model_len=MAX_LEN,
-            prefill_tokens=prefill_tokens,
+            max_num_batched_tokens=max_num_batched_tokens,
+            kv=(
+                KvCache.for_sequences(served, max_num_seqs=max_num_seqs, max_model_len=MAX_LEN)
+                if kv_blocks is None
+                else KvCache(served, blocks=kv_blocks, scratch=MAX_LEN // BLOCK_TOKENS)
+            ),
             clock=self.clock,
             meter=self.meter,
         )

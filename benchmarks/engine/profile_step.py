@@ -26,6 +26,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from rollmill.clock import SystemClock
 from rollmill.generator.engines.embedded.core import EngineCore
+from rollmill.generator.engines.embedded.kv import KvCache
 from rollmill.generator.engines.embedded.model import ServedModel
 from rollmill.generator.engines.embedded.native import Kernels
 from rollmill.generator.engines.meter import SecondsMeter
@@ -53,7 +54,8 @@ def new_core(kernels: Any, *, path: Path, slots: int) -> EngineCore:
         digest="benchmark",
         max_num_seqs=slots,
         max_model_len=128,
-        prefill_tokens=512,
+        max_num_batched_tokens=512,
+        kv=KvCache.for_sequences(model, max_num_seqs=slots, max_model_len=128),
         clock=clock,
         meter=SecondsMeter(clock, cause="startup"),
     )

@@ -48,7 +48,7 @@ class Observer:
     """Keeps its own log: which weights this test had loaded when each token appeared."""
 
     def __init__(self, folder: Path) -> None:
-        self.engine = SteppedEngine(folder, MODELS[0], max_num_seqs=3, prefill_tokens=9)
+        self.engine = SteppedEngine(folder, MODELS[0], max_num_seqs=3, max_num_batched_tokens=12)
         self.loaded = 1
         self.log: dict[str, list[int]] = {}
 

@@ -63,9 +63,9 @@ def test_kv_keep_equals_the_mixed_reference_and_not_the_new_policy(engine):
         assert np.abs(turn.behavior_logprobs[9:] - whole[9:]).max() > 0.01
 
 
-@pytest.mark.parametrize("prefill_tokens", [512, 16, 7])
-def test_kv_recompute_equals_a_full_forward_pass_of_the_new_policy(tmp_path, prefill_tokens):
-    engine = SteppedEngine(tmp_path, OLD, prefill_tokens=prefill_tokens)
+@pytest.mark.parametrize("max_num_batched_tokens", [512, 24, 9])
+def test_kv_recompute_equals_a_full_forward_pass_of_the_new_policy(tmp_path, max_num_batched_tokens):
+    engine = SteppedEngine(tmp_path, OLD, max_num_batched_tokens=max_num_batched_tokens)
     for turn in swapped(engine, kv="recompute"):
         first, second = turn.version_spans
         assert (first.policy_version, second.policy_version, second.end_token) == (1, 2, 24)
@@ -148,9 +148,9 @@ def test_a_new_request_shares_only_kv_of_the_weights_served_now(engine, kv):
     assert_exact(engine.turn("late"), NEW)
 
 
-@pytest.mark.parametrize("prefill_tokens", [1, 5, 16])
-def test_a_long_prompt_is_computed_in_chunks_between_decode_steps(tmp_path, prefill_tokens):
-    engine = SteppedEngine(tmp_path, OLD, prefill_tokens=prefill_tokens)
+@pytest.mark.parametrize("max_num_batched_tokens", [2, 6, 17])
+def test_a_long_prompt_is_computed_in_chunks_between_decode_steps(tmp_path, max_num_batched_tokens):
+    engine = SteppedEngine(tmp_path, OLD, max_num_seqs=2, max_num_batched_tokens=max_num_batched_tokens)
     engine.submit(request("short", [3], max_new_tokens=40))
     engine.steps(1)
     engine.submit(request("long", prompt_of(33), max_new_tokens=4))
@@ -158,14 +158,16 @@ def test_a_long_prompt_is_computed_in_chunks_between_decode_steps(tmp_path, pref
     before = running.count
     while "long" not in engine.results:
         engine.steps(1)
-    assert running.count - before >= -(-33 // prefill_tokens), "the short request waited for the long prompt"
+    assert running.count - before >= -(-33 // (max_num_batched_tokens - 1)), (
+        "the short request waited for the long prompt"
+    )
     assert_exact(engine.turn("long"))
     engine.finish()
     assert_exact(engine.turn("short"))
 
 
 def test_a_prompt_half_computed_at_a_swap_begins_again_under_the_new_weights(tmp_path):
-    engine = SteppedEngine(tmp_path, OLD, prefill_tokens=8)
+    engine = SteppedEngine(tmp_path, OLD, max_num_seqs=7, max_num_batched_tokens=8)
     engine.submit(request("long", prompt_of(33)))
     engine.steps(2)
     engine.swap(NEW, policy_version=2, kv="keep")

@@ -162,21 +162,30 @@ def test_torch_is_taken_when_asked_for():
     kv_heads=st.integers(1, 3),
     share=st.integers(1, 6),
     dim=st.sampled_from([8, 16, 24, 64]),
+    size=st.sampled_from([1, 3, 8, 16, 40]),
     seed=st.integers(0, 9),
 )
-def test_attention_is_exact_for_every_shape(kernels, batch, kv_heads, share, dim, seed):
+def test_attention_is_exact_for_every_shape(kernels, batch, kv_heads, share, dim, size, seed):
     numbers = torch.Generator().manual_seed(seed)
-    # Queries lie head by head, as transformers hands them over; slots hold garbage behind what may be read.
+    # Queries lie head by head, as transformers hands them over; blocks hold garbage behind what may be read.
     rows = torch.randn(kv_heads * share, batch, dim, generator=numbers).transpose(0, 1)
-    keys, values = torch.randn(2, batch + 1, kv_heads, 40, dim, generator=numbers).unbind()
+    width = -(-40 // size)
+    keys, values = torch.randn(2, batch * width + 1, kv_heads, size, dim, generator=numbers).unbind()
+    tables = (1 + torch.randperm(batch * width, generator=numbers)).view(batch, width)
     counts = torch.randint(1, 40, (batch,), generator=numbers)
+    seen = []
     for row, count in enumerate(counts.tolist()):
-        keys[row, :, count:] = values[row, :, count:] = torch.nan
-    found = kernels.attend(rows, keys, values, counts=counts, scale=dim**-0.5)
-    for row, count in enumerate(counts.tolist()):
+        flat = [kv[tables[row]].transpose(0, 1).reshape(kv_heads, width * size, dim) for kv in (keys, values)]
+        seen.append([kv[:, :count].double() for kv in flat])
+        last = tables[row, (count - 1) // size]
+        keys[last, :, (count - 1) % size + 1 :] = values[last, :, (count - 1) % size + 1 :] = torch.nan
+        for block in tables[row, (count - 1) // size + 1 :].tolist():
+            keys[block] = values[block] = torch.nan
+    found = kernels.attend(rows, keys, values, tables=tables, counts=counts, scale=dim**-0.5)
+    for row, (its_keys, its_values) in enumerate(seen):
         grouped = rows[row].double().view(kv_heads, share, dim)
-        weights = (grouped @ keys[row, :, :count].double().mT * dim**-0.5).softmax(-1)
-        expected = (weights @ values[row, :, :count].double()).view(kv_heads * share, dim)
+        weights = (grouped @ its_keys.mT * dim**-0.5).softmax(-1)
+        expected = (weights @ its_values).view(kv_heads * share, dim)
         np.testing.assert_allclose(found[row].numpy(), expected.numpy(), atol=5e-6)
 
 
@@ -187,7 +196,7 @@ def test_attention_to_scores_of_any_size_stays_finite_and_exact(kernels):
     values = torch.arange(24.0).view(1, 1, 3, 8)
     rows = torch.zeros(1, 1, 8)
     rows[0, 0, 0] = 1.0
-    found = kernels.attend(rows, keys, values, counts=torch.tensor([3]), scale=1.0)
+    found = kernels.attend(rows, keys, values, tables=torch.tensor([[0]]), counts=torch.tensor([3]), scale=1.0)
     np.testing.assert_array_equal(found[0, 0].numpy(), np.arange(8.0, dtype=np.float32))
 
 

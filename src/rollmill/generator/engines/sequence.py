@@ -33,7 +33,6 @@ class Sequence:
         "deadline_s",
         "deliver",
         "first_token_s",
-        "kv_version",
         "on_tokens",
         "prefill_s",
         "prefill_started_s",
@@ -64,7 +63,6 @@ class Sequence:
         self.first_token_s: float | None = None
         self.prefill_s = 0.0
         self.cached_tokens = 0
-        self.kv_version = -1
         self._output = np.empty(self.capacity, dtype=np.int32)
         self._logprobs = np.empty(self.capacity, dtype=np.float32)
         self._versions = np.empty(self.capacity, dtype=np.int64)
@@ -72,7 +70,7 @@ class Sequence:
 
     @property
     def kv_tokens(self) -> int:
-        """Tokens whose KV lies in the slot: all but the newest, which is fed next."""
+        """Tokens whose KV is there: all but the newest, which is fed next."""
         return len(self.prompt) + self.count - 1
 
     @property
@@ -81,7 +79,7 @@ class Sequence:
         return int(self._output[self.count - 1])
 
     def kv_ids(self) -> np.ndarray:
-        """Return int64 [kv_tokens], the tokens whose KV lies in the slot."""
+        """Return int64 [kv_tokens], the tokens whose KV is there."""
         return np.concatenate([self.prompt, self._output[: self.count - 1].astype(np.int64)])
 
     def append(self, token: int, *, logprob: float, policy_version: int) -> None:

@@ -1,8 +1,8 @@
-"""Slot KV cache and the attention function that reads it, for unmodified transformers modules.
+"""KV in blocks and the attention function that reads it, for unmodified transformers modules.
 
 All tokens of a forward pass are packed into one row, `[1, tokens]`, so that no linear layer ever sees padding. A
-`ForwardPlan` says where each token's K and V go (possibly to several slots: siblings of a group, prompts with a common
-prefix) and which slots each token looks at. Decides nothing: the planner made the plan.
+`ForwardPlan` says into which blocks each token's K and V go (several where siblings part in the middle of a block) and
+which blocks each token looks at. Decides nothing: the planner made the plan.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from transformers import AttentionInterface
 
 from rollmill.generator.engines.embedded.native import Kernels
 
-ATTENTION_NAME = "rollmill_slots"
+ATTENTION_NAME = "rollmill_blocks"
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,13 +25,13 @@ class Segment:
     """Consecutive packed tokens of one sequence.
 
     Attributes:
-        slot: where its KV lies.
+        table: int64 [blocks], where its KV lies.
         first_row: index of its first packed token.
         rows: number of packed tokens.
-        mask: float [rows, start + rows], added to the scores; causal, shifted by the tokens already in the slot.
+        mask: float [rows, start + rows], added to the scores; causal, shifted by the tokens already computed.
     """
 
-    slot: int
+    table: torch.Tensor
     first_row: int
     rows: int
     mask: torch.Tensor
@@ -43,29 +43,31 @@ class ForwardPlan:
 
     Attributes:
         write_rows: int64 [writes], packed token of each write; `None` writes every token once, in order.
-        write_slots: int64 [writes].
-        write_positions: int64 [writes].
-        decode_counts: int64 [batch]: packed token i < batch reads that many tokens of slot i. `None` if the pass
-            decodes nothing.
+        write_blocks: int64 [writes].
+        write_offsets: int64 [writes], place in the block.
+        decode_tables: int64 [batch, blocks]: packed token i < batch looks at these blocks. `None` if the pass decodes
+            nothing.
+        decode_counts: int64 [batch]: at that many tokens of them.
         decode_mask: float [batch, 1, 1, length], the same for torch's attention; `None` where compiled kernels attend.
-        segments: which slots the tokens behind those read, run by run.
+        segments: what the tokens behind those look at, run by run.
     """
 
     write_rows: torch.Tensor | None
-    write_slots: torch.Tensor
-    write_positions: torch.Tensor
+    write_blocks: torch.Tensor
+    write_offsets: torch.Tensor
+    decode_tables: torch.Tensor | None = None
     decode_counts: torch.Tensor | None = None
     decode_mask: torch.Tensor | None = None
     segments: tuple[Segment, ...] = ()
 
 
-class SlotPool:
-    """KV of all layers: `[layers, 2, slots, kv_heads, length, head_dim]`, zeroed pages, committed on use."""
+class BlockPool:
+    """KV of all layers: `[layers, 2, blocks, kv_heads, size, head_dim]`, zeroed pages, committed on use."""
 
     def __init__(
-        self, *, layers: int, slots: int, kv_heads: int, max_len: int, head_dim: int, dtype: torch.dtype
+        self, *, layers: int, blocks: int, kv_heads: int, size: int, head_dim: int, dtype: torch.dtype
     ) -> None:
-        shape = (layers, 2, slots, kv_heads, max_len, head_dim)
+        shape = (layers, 2, blocks, kv_heads, size, head_dim)
         plain = np.float32 if dtype == torch.float32 else np.int16
         # NumPy's zeros are calloc: masked positions must be finite, yet untouched pages should cost nothing.
         self._kv = torch.from_numpy(np.zeros(shape, dtype=plain)).view(dtype)
@@ -74,7 +76,7 @@ class SlotPool:
 
     @property
     def nbytes(self) -> int:
-        """Bytes when every token of every slot is used."""
+        """Bytes when every token of every block is used."""
         return self._kv.numel() * self._kv.element_size()
 
     # -- what transformers calls
@@ -88,31 +90,23 @@ class SlotPool:
     def update(
         self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write `[1, kv_heads, tokens, head_dim]` as planned; return the whole slots of this layer."""
+        """Write `[1, kv_heads, tokens, head_dim]` as planned; return all blocks of this layer."""
         plan = self.plan
         if plan is None:
-            raise RuntimeError("the slot pool was used outside a planned forward pass")
+            raise RuntimeError("the block pool was used outside a planned forward pass")
         pool_keys, pool_values = self._layers[layer_idx]
         key_rows, value_rows = keys[0].transpose(0, 1), values[0].transpose(0, 1)
         if plan.write_rows is not None:
             key_rows, value_rows = key_rows[plan.write_rows], value_rows[plan.write_rows]
-        pool_keys[plan.write_slots, :, plan.write_positions] = key_rows
-        pool_values[plan.write_slots, :, plan.write_positions] = value_rows
+        pool_keys[plan.write_blocks, :, plan.write_offsets] = key_rows
+        pool_values[plan.write_blocks, :, plan.write_offsets] = value_rows
         return pool_keys, pool_values
 
     # -- what the scheduler calls
 
-    def copy(self, source: int, target: int, *, tokens: int) -> None:
-        """Copy the first tokens of one slot into another, in all layers."""
-        self._kv[:, :, target, :, :tokens] = self._kv[:, :, source, :, :tokens]
-
-    def read(self, slot: int, *, tokens: int) -> torch.Tensor:
-        """Return a copy of a slot's first tokens, `[layers, 2, kv_heads, tokens, head_dim]`."""
-        return self._kv[:, :, slot, :, :tokens].clone()
-
-    def write(self, kv: torch.Tensor, slot: int, *, tokens: int) -> None:
-        """Put the first tokens of what `read` returned into a slot."""
-        self._kv[:, :, slot, :, :tokens] = kv[:, :, :, :tokens]
+    def copy(self, source: int, target: int, *, start: int, stop: int) -> None:
+        """Copy tokens `start` to `stop` of one block into the same places of another, in all layers."""
+        self._kv[:, :, target, :, start:stop] = self._kv[:, :, source, :, start:stop]
 
     def clear(self) -> None:
         """Zero everything: KV that is not finite would leak through masked positions."""
@@ -131,7 +125,7 @@ def decode_mask(positions: torch.Tensor, *, length: int, dtype: torch.dtype) -> 
     return torch.zeros(seen.shape, dtype=dtype).masked_fill_(~seen, float("-inf"))[:, None, None]
 
 
-def slot_attention(
+def block_attention(
     module: torch.nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -139,54 +133,57 @@ def slot_attention(
     attention_mask: torch.Tensor | None = None,
     *,
     scaling: float | None = None,
-    slot_plan: ForwardPlan | None = None,
-    slot_kernels: Kernels | None = None,
+    block_plan: ForwardPlan | None = None,
+    block_kernels: Kernels | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attend from packed queries `[1, heads, tokens, head_dim]` to the slots named by the plan.
+    """Attend from packed queries `[1, heads, tokens, head_dim]` to the blocks named by the plan.
 
     The query heads that share a kv head become query rows of that head, so K and V are never repeated.
     """
-    if slot_plan is None:
+    if block_plan is None:
         raise RuntimeError(f"{type(module).__name__} does not hand keyword arguments on to its attention function")
     heads, tokens, head_dim = query.shape[1:]
-    batch = 0 if slot_plan.decode_counts is None else len(slot_plan.decode_counts)
-    decoded = None
-    if batch:
-        decoded = _decode(query[:, :, :batch], key, value, plan=slot_plan, scaling=scaling, kernels=slot_kernels)
+    tables, counts = block_plan.decode_tables, block_plan.decode_counts
+    batch, decoded = 0, None
+    if tables is not None and counts is not None:
+        batch = len(counts)
+        rows = query[0, :, :batch].transpose(0, 1)
+        mask = block_plan.decode_mask
+        if mask is not None:
+            decoded = _decode(rows, key, value, tables=tables, mask=mask, scaling=scaling)
+        elif block_kernels is not None:
+            scale = head_dim**-0.5 if scaling is None else scaling
+            decoded = block_kernels.attend(rows, key, value, tables=tables, counts=counts, scale=scale)[None]
+        else:
+            raise RuntimeError("a pass without a mask needs the compiled kernels")
         if batch == tokens:
             return decoded, None
     out = query.new_empty(1, tokens, heads, head_dim)
     if decoded is not None:
         out[:, :batch] = decoded
-    for segment in slot_plan.segments:
+    for segment in block_plan.segments:
         rows = slice(segment.first_row, segment.first_row + segment.rows)
         out[0, rows] = _prefill(query[0, :, rows], key, value, segment=segment, scaling=scaling)
     return out, None
 
 
 def _decode(
-    query: torch.Tensor,
+    rows: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     *,
-    plan: ForwardPlan,
+    tables: torch.Tensor,
+    mask: torch.Tensor,
     scaling: float | None,
-    kernels: Kernels | None,
 ) -> torch.Tensor:
-    heads, batch, head_dim = query.shape[1:]
-    kv_heads, mask = key.shape[1], plan.decode_mask
-    rows = query[0].transpose(0, 1)
-    if mask is None:
-        if kernels is None or plan.decode_counts is None:
-            raise RuntimeError("a pass without a mask needs the compiled kernels")
-        scale = head_dim**-0.5 if scaling is None else scaling
-        return kernels.attend(rows, key, value, counts=plan.decode_counts, scale=scale)[None]
-    length = mask.shape[-1]
+    """Attend with torch, over a copy in which the blocks of each sequence lie side by side."""
+    batch, heads, head_dim = rows.shape
+    kv_heads, length = key.shape[1], mask.shape[-1]
     attended = scaled_dot_product_attention(
         rows.reshape(batch, kv_heads, heads // kv_heads, head_dim),
-        key[:batch, :, :length],
-        value[:batch, :, :length],
+        gathered(key, tables)[:, :, :length],
+        gathered(value, tables)[:, :, :length],
         attn_mask=mask,
         scale=scaling,
     )
@@ -199,15 +196,22 @@ def _prefill(
     heads, _, head_dim = query.shape
     kv_heads, length = key.shape[1], segment.mask.shape[1]
     share = heads // kv_heads
-    slot = slice(segment.slot, segment.slot + 1)
+    table = segment.table[None]
     attended = scaled_dot_product_attention(
         query.reshape(1, kv_heads, share * segment.rows, head_dim),
-        key[slot, :, :length],
-        value[slot, :, :length],
+        gathered(key, table)[:, :, :length],
+        gathered(value, table)[:, :, :length],
         attn_mask=segment.mask.repeat(share, 1),
         scale=scaling,
     )
     return attended.reshape(heads, segment.rows, head_dim).transpose(0, 1)
 
 
-AttentionInterface.register(ATTENTION_NAME, slot_attention)
+def gathered(kv: torch.Tensor, tables: torch.Tensor) -> torch.Tensor:
+    """Return a copy, `[batch, kv_heads, tokens, head_dim]`, of the blocks in `tables`, int64 [batch, blocks]."""
+    batch, width = tables.shape
+    _, kv_heads, size, head_dim = kv.shape
+    return kv[tables].transpose(1, 2).reshape(batch, kv_heads, width * size, head_dim)
+
+
+AttentionInterface.register(ATTENTION_NAME, block_attention)

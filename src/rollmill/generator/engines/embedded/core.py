@@ -1,8 +1,9 @@
-"""The embedded engine without threads: admission, prefill, decode, abort and weight swap, one step at a time.
+"""The embedded engine without threads: admission, prefill, decode, preemption, abort and weight swap, step by step.
 
-Decides which waiting requests enter the batch (first come first served; siblings of a group come along) and what KV is
-shared. Requests join and leave at every step; running sequences occupy slots 0..n-1 without holes. The requests of a
-wave (deterministic mode) are held until all have come, then run alone. The caller owns the loop: nothing here waits.
+Decides which waiting requests enter the batch (first come first served; siblings of a group come along) and who gives
+up its KV when blocks run short (the youngest; its tokens are kept and its KV is made again later). Requests join and
+leave at every step. The requests of a wave (deterministic mode) are held until all have come, then run alone, and enter
+only where their KV fits to the end. The caller owns the loop: nothing here waits.
 """
 
 from __future__ import annotations
@@ -15,15 +16,10 @@ import torch
 
 from rollmill.clock import Clock
 from rollmill.errors import DataError, EngineError, RollmillError, WeightMismatch
-from rollmill.generator.engines.embedded.attention import decode_mask
+from rollmill.generator.engines.embedded.blocks import Match
+from rollmill.generator.engines.embedded.kv import KvCache
 from rollmill.generator.engines.embedded.model import ServedModel
-from rollmill.generator.engines.embedded.prefill import (
-    DecodeBatch,
-    PrefillJob,
-    PrefillPlanner,
-    PrefixStore,
-    common_prefix,
-)
+from rollmill.generator.engines.embedded.prefill import DecodeBatch, PrefillJob, PrefillPlanner
 from rollmill.generator.engines.embedded.sampling import sample
 from rollmill.generator.engines.embedded.staging import Staging
 from rollmill.generator.engines.embedded.waves import WaveGate
@@ -32,11 +28,10 @@ from rollmill.generator.engines.protocol import KvPolicy, UpdateReport
 from rollmill.generator.engines.sequence import Sequence
 from rollmill.types import StopReason
 
-_LENGTH_BUCKET = 16
-"""Attention length is rounded up to this, so that shapes repeat."""
-_PREFIX_ENTRIES = 8
 _SCORE_ROWS = 64
 """Rows of logits held at once while scoring."""
+
+_Batches = list[tuple[PrefillJob, list[Sequence]]]
 
 
 class EngineCore:
@@ -48,8 +43,11 @@ class EngineCore:
         digest: their digest.
         max_num_seqs: sequences decoded at once.
         max_model_len: longest prompt plus output, tokens.
-        prefill_tokens: most prompt tokens computed in one pass.
+        max_num_batched_tokens: most tokens of one pass, decoded ones and those of prompts; more than `max_num_seqs`.
+        kv: where KV lies; holds at least one sequence of `max_model_len`.
         clock: stamps and deadlines.
+        meter: where the seconds go.
+        max_wait_s: how long an idle engine holds the first request for company.
     """
 
     def __init__(
@@ -60,50 +58,68 @@ class EngineCore:
         digest: str,
         max_num_seqs: int,
         max_model_len: int,
-        prefill_tokens: int,
+        max_num_batched_tokens: int,
+        kv: KvCache,
         clock: Clock,
         meter: SecondsMeter,
+        max_wait_s: float = 0.0,
     ) -> None:
         self.model = model
         self.staging = Staging(model)
+        self.kv = kv
         self.policy_version, self.digest = policy_version, digest
         self.max_num_seqs, self.max_model_len = max_num_seqs, max_model_len
+        self.max_num_batched_tokens = max_num_batched_tokens
         self.running: list[Sequence] = []
         self.waiting: deque[Sequence] = deque()
         self.gate = WaveGate()
         self.paused = False
         self.admission_open = True
         self.dirty_reason: str | None = None
-        self.output_tokens = self.prefill_tokens = self.cached_tokens = self.decode_passes = 0
+        self.output_tokens = self.prefill_tokens = self.cached_tokens = self.decode_passes = self.preemptions = 0
         self._clock, self._meter = clock, meter
-        self._prefill_limit = prefill_tokens
-        self._pool = model.new_pool(slots=max_num_seqs + 1, max_len=max_model_len)
-        self._scratch = max_num_seqs
-        self._prefixes = PrefixStore(entries=_PREFIX_ENTRIES)
-        self._chunks = PrefixStore(entries=1)
+        self._max_wait_s = max_wait_s
+        self._chunk: PrefillJob | None = None
 
     # -- what the caller reads
 
     @property
-    def kv_bytes(self) -> int:
-        """Bytes of KV when every slot is full."""
-        return self._pool.nbytes
+    def kv_used_tokens(self) -> int:
+        """Tokens that fit into the blocks in use; may be read from another thread."""
+        return self.kv.store.used * self.kv.store.size
 
     @property
-    def kv_used_tokens(self) -> int:
-        """Tokens whose KV lies in a slot; may be read from another thread."""
-        return sum(sequence.kv_tokens for sequence in list(self.running))
+    def busy(self) -> bool:
+        """Whether any request has begun and is not over."""
+        return bool(self.running) or self._head_has_begun()
+
+    def _head_has_begun(self) -> bool:
+        return bool(self.waiting) and self.waiting[0].count > 0
 
     def has_work(self) -> bool:
         """Return whether a step would do anything."""
         if self.paused or self.dirty_reason:
             return False
-        return bool(self.running or (self.waiting and self.admission_open))
+        if self.running or self._head_has_begun():
+            return True
+        return bool(self.waiting) and self.admission_open and self._hold_s() <= 0.0
 
-    def seconds_to_deadline(self) -> float | None:
-        """Return the time to the next request deadline, or `None` without requests."""
-        deadlines = [sequence.deadline_s for sequence in self._living()]
-        return max(0.0, min(deadlines) - self._clock.now_s()) if deadlines else None
+    def _hold_s(self) -> float:
+        """Return how much longer the first request of an idle engine is held for company."""
+        if not self._max_wait_s or self.running or not self.waiting or len(self.waiting) >= self.max_num_seqs:
+            return 0.0
+        head = self.waiting[0]
+        if head.count or head.request.wave is not None:  # a wave has all its company
+            return 0.0
+        return head.arrived_s + self._max_wait_s - self._clock.now_s()
+
+    def seconds_to_wake(self) -> float | None:
+        """Return the time to the next request deadline or end of a hold, or `None` without requests."""
+        now_s = self._clock.now_s()
+        times = [sequence.deadline_s - now_s for sequence in self._living()]
+        if not self.paused and (hold_s := self._hold_s()) > 0.0:
+            times.append(hold_s)
+        return max(0.0, min(times)) if times else None
 
     # -- requests
 
@@ -144,7 +160,7 @@ class EngineCore:
         self._open_gate()
 
     def abort(self, request_id: str) -> bool:
-        """End exactly this request with what it has; its slot is free when this returns."""
+        """End exactly this request with what it has; its KV is free when this returns."""
         for sequence in self._living():
             if sequence.request.request_id == request_id:
                 self._remove([sequence], reason=StopReason.ABORT)
@@ -173,6 +189,7 @@ class EngineCore:
         """Give every request this error."""
         for sequence in self._living():
             sequence.deliver(error)
+        self.kv.forget()
         self.running.clear()
         self.waiting.clear()
         self.gate.clear()
@@ -186,12 +203,13 @@ class EngineCore:
         if not self.has_work():
             return
         started_s = self._clock.now_s()
+        self._make_room()
         planner, batches = self._admit()
         running = len(self.running)
         # A mixed pass is charged to what most of its tokens are for.
         self._meter.switch("prefill" if planner.computed > running else "decode")
         logits = self._run(planner, decode=self._decode_batch() if running else None)
-        rows = [*range(running), *self._start(planner, batches, started_s=started_s)]
+        rows = [*range(running), *self._start(batches, started_s=started_s)]
         if not rows:  # a chunk of a long prompt, and nobody else
             return
         try:
@@ -203,29 +221,19 @@ class EngineCore:
 
     def _decode_batch(self) -> DecodeBatch:
         positions = np.array([sequence.kv_tokens for sequence in self.running], dtype=np.int64)
-        length = min(self.max_model_len, -(-(int(positions.max()) + 1) // _LENGTH_BUCKET) * _LENGTH_BUCKET)
-        at = torch.from_numpy(positions)
         return DecodeBatch(
-            token_ids=torch.tensor([sequence.last_token for sequence in self.running]),
-            positions=at,
-            counts=at + 1,
-            mask=decode_mask(at, length=length, dtype=self.model.dtype) if self.model.needs_masks else None,
+            token_ids=np.array([sequence.last_token for sequence in self.running], dtype=np.int64),
+            positions=positions,
+            tables=self.kv.tables(self.running, width=self.kv.store.needed(int(positions.max()) + 1)),
         )
 
     def _run(self, planner: PrefillPlanner, *, decode: DecodeBatch | None = None) -> torch.Tensor:
         """Run one pass; return the logits of the decode batch, then those of the jobs that want them."""
-        if decode is not None and not planner.jobs:
-            work = decode.alone()
-        else:
-            work = planner.build(dtype=self.model.dtype, decode=decode)
+        work = planner.build(dtype=self.model.dtype, masks=self.model.needs_masks, decode=decode)
         self.prefill_tokens += planner.computed
-        logits = self.model.forward(
-            work.token_ids, positions=work.positions, plan=work.plan, pool=self._pool, keep=work.keep
+        return self.model.forward(
+            work.token_ids, positions=work.positions, plan=work.plan, pool=self.kv.pool, keep=work.keep
         )
-        for job in planner.jobs:
-            if job.slots == (self._scratch,):
-                self._chunks.put(job.ids, self._pool.read(self._scratch, tokens=len(job.ids)))
-        return logits
 
     def _sample(self, logits: torch.Tensor, sequences: list[Sequence]) -> None:
         counters = np.array([sequence.count for sequence in sequences], dtype=np.int64)
@@ -241,7 +249,7 @@ class EngineCore:
             self._remove([sequence for sequence, why in over if why is reason], reason=reason)
 
     def _remove(self, sequences: list[Sequence], *, reason: StopReason) -> None:
-        """Free slots, keep them without holes, and deliver the turns; a wave that loses a request fails whole."""
+        """Free KV and deliver the turns; a wave that loses a request fails whole."""
         now_s = self._clock.now_s()
         self._take_out(sequences)
         for sequence in sequences:
@@ -254,30 +262,57 @@ class EngineCore:
     def _take_out(self, sequences: list[Sequence]) -> None:
         for sequence in sequences:
             if sequence in self.running:
-                hole, last = self.running.index(sequence), len(self.running) - 1
-                moved = self.running.pop()
-                if hole != last:
-                    self._pool.copy(last, hole, tokens=moved.kv_tokens)
-                    self.running[hole] = moved
+                self.running.remove(sequence)
+                self.kv.end(sequence)
             elif sequence in self.waiting:
                 self.waiting.remove(sequence)
             else:
                 self.gate.held.remove(sequence)
 
+    # -- room
+
+    def _make_room(self) -> None:
+        """Give every running sequence a block for its next token; if there is none, the youngest gives up its own."""
+        for sequence in list(self.running):
+            while sequence in self.running and not self.kv.grow(sequence, tokens=sequence.kv_tokens + 1):
+                if not self.kv.drop_chunk():
+                    self._preempt(max(self.running, key=lambda one: one.arrived_s))
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self.running.remove(sequence)
+        self.kv.end(sequence)
+        self.waiting.appendleft(sequence)
+        self.preemptions += 1
+
+    def _promised(self, sequence: Sequence, *, held: int) -> int:
+        """Return how many blocks a sequence that holds so many must find later: the next one, in a wave all."""
+        missing = self.kv.store.needed(len(sequence.prompt) + sequence.capacity - 1) - held
+        return max(0, missing if sequence.request.wave is not None else min(1, missing))
+
+    def _room(self, entering: _Batches) -> int | None:
+        """Return the blocks that nobody was promised; `None` where nobody runs."""
+        if not self.running and not entering:
+            return None
+        promised = sum(self._promised(one, held=len(self.kv.blocks_of(one))) for one in self.running)
+        for job, mates in entering:
+            held = len(job.tables[0].blocks)
+            promised += sum(self._promised(mate, held=held) for mate in mates)
+        return self.kv.store.available - promised
+
     # -- prefill
 
-    def _admit(self) -> tuple[PrefillPlanner, list[list[Sequence]]]:
+    def _admit(self) -> tuple[PrefillPlanner, _Batches]:
         """Plan the prompts of the next pass; return them with the siblings that start after each."""
-        planner = PrefillPlanner(self._pool)
-        batches: list[list[Sequence]] = []
+        planner = PrefillPlanner(self.kv.store.size)
+        batches: _Batches = []
         taken = len(self.running)
-        while self.admission_open and self.waiting and taken < self.max_num_seqs:
-            mates = self._mates(limit=self.max_num_seqs - taken)
-            if not self._plan_prompt(planner, mates, first_slot=taken):
+        while self.waiting and taken < self.max_num_seqs and (self.admission_open or self._head_has_begun()):
+            mates = self._plan_prompt(planner, self._mates(limit=self.max_num_seqs - taken), entering=batches)
+            if not mates:
                 break
             for sequence in mates:
                 self.waiting.remove(sequence)
-            batches.append(mates)
+            batches.append((planner.jobs[-1], mates))
             taken += len(mates)
         return planner, batches
 
@@ -285,85 +320,88 @@ class EngineCore:
         """Return the oldest waiting request and the waiting siblings that can share its prompt."""
         head = self.waiting[0]
         mates = [head]
-        if head.request.group_key:
+        if head.request.group_key and not head.count:
             mates += [
                 other
                 for other in self.waiting
                 if other is not head
+                and not other.count
                 and other.request.group_key == head.request.group_key
                 and other.prompt_key == head.prompt_key
             ]
         return mates[:limit]
 
-    def _plan_prompt(self, planner: PrefillPlanner, mates: list[Sequence], *, first_slot: int) -> bool:
-        """Add the prompt of these siblings to the pass; return whether they can start after it.
+    def _plan_prompt(self, planner: PrefillPlanner, mates: list[Sequence], *, entering: _Batches) -> list[Sequence]:
+        """Add the prompt of these siblings to the pass; return those that start after it.
 
-        A prompt that exceeds what is left of the pass waits for the next one; one that exceeds a whole pass is
-        computed in chunks, each of which becomes the prefix that the next one starts from.
+        A prompt that exceeds what is left of the pass, or whose blocks are not there, waits for a later one; one that
+        exceeds a whole pass is computed in chunks, each of which becomes the prefix that the next one starts from.
         """
-        ids = mates[0].prompt
-        resident, source = self._resident(ids)
+        ids = _all_ids(mates[0])
+        match = self.kv.store.match(ids, limit=len(ids) - 1)  # the last token is computed: its logits are needed
         sibling, common = planner.best_sibling(ids)
-        fresh = len(ids) - max(resident, common)
-        left = self._prefill_limit - planner.computed
+        if common > match.tokens:
+            match = planner.sibling_match(sibling, common=common)
+        else:
+            sibling, common = -1, 0
+        fresh = len(ids) - max(match.tokens, common)
+        left = self.max_num_batched_tokens - len(self.running) - planner.computed
         if fresh > left:
             if not planner.jobs:
-                end = resident + left
-                self._place(source, slots=(self._scratch,), tokens=resident)
-                planner.add(PrefillJob(ids[:end], (self._scratch,), wants_logits=False, resident=resident))
-            return False
-        slots = tuple(range(first_slot, first_slot + len(mates)))
-        if common > resident:
-            planner.add(PrefillJob(ids, slots), sibling=sibling, common=common)
-        else:
-            self._place(source, slots=slots, tokens=resident)
-            planner.add(PrefillJob(ids, slots, resident=resident))
-        return True
+                self._plan_chunk(planner, ids[: match.tokens + left], match=match)
+            return []
+        held = self.kv.store.needed(len(ids))
+        promises = [self._promised(mate, held=held) for mate in mates]
+        job = self._begin(ids, match=match, promises=promises, room=self._room(entering))
+        if job is None:
+            return []
+        planner.add(job, sibling=sibling, common=common)
+        self.kv.drop_chunk()
+        return mates[: len(job.tables)]
 
-    def _resident(self, ids: np.ndarray) -> tuple[int, int | torch.Tensor | None]:
-        """Return (tokens, slot or KV) of the longest usable prefix: same ids, made with the weights served now."""
-        limit = len(ids) - 1  # the last token is always computed: its logits are needed
-        best: tuple[int, int | torch.Tensor | None] = (0, None)
-        seen: set[bytes] = set()
-        for slot, sequence in enumerate(self.running):
-            if sequence.kv_version != self.policy_version or sequence.prompt_key in seen:
-                continue
-            seen.add(sequence.prompt_key)
-            common = min(common_prefix(sequence.prompt, ids), limit)
-            if common > best[0]:
-                best = (common, slot)
-        for store in (self._chunks, self._prefixes):
-            common, kv = store.longest(ids)
-            if min(common, limit) > best[0]:
-                best = (min(common, limit), kv)
-        return best
+    def _plan_chunk(self, planner: PrefillPlanner, ids: np.ndarray, *, match: Match) -> None:
+        job = self._begin(ids, match=match, promises=[0], room=self._room([]))
+        if job is not None:
+            job.wants_logits = False
+            planner.add(job)
+            self._chunk = job
 
-    def _place(self, source: int | torch.Tensor | None, *, slots: tuple[int, ...], tokens: int) -> None:
-        for slot in slots:
-            if isinstance(source, torch.Tensor):
-                self._pool.write(source, slot, tokens=tokens)
-            elif source is not None:
-                self._pool.copy(source, slot, tokens=tokens)
+    def _begin(self, ids: np.ndarray, *, match: Match, promises: list[int], room: int | None) -> PrefillJob | None:
+        """Return the job of a prompt with blocks for as many siblings as there is room for, or `None`."""
+        tables = self.kv.begin(match, tokens=len(ids), promises=promises, room=room)
+        if not tables and room is None:
+            # Nobody runs, so all blocks are to be had, except those that lie about for later.
+            self.kv.drop_chunk()
+            match = match.without_tail(self.kv.store.size)
+            tables = self.kv.begin(match, tokens=len(ids), promises=promises, room=None)
+        return PrefillJob(ids, tables, resident=match.tokens) if tables else None
 
-    def _start(self, planner: PrefillPlanner, batches: list[list[Sequence]], *, started_s: float) -> list[int]:
-        """Put admitted sequences into the batch; return the row of logits that each samples its first token from."""
-        now_s, rows = self._clock.now_s(), []
-        first = len(self.running)
+    def _start(self, batches: _Batches, *, started_s: float) -> list[int]:
+        """Put admitted sequences into the batch; return the row of logits that each samples its next token from."""
+        rows: list[int] = []
         # A chunk of a long prompt is a job that nobody starts after, and always the only one of its pass.
-        for row, (job, mates) in enumerate(zip(planner.jobs, batches, strict=False), start=first):
+        if self._chunk is not None:
+            self.kv.hold_chunk(self._chunk.tables[0], self._chunk.ids)
+            self._chunk = None
+        first = len(self.running)
+        for row, (job, mates) in enumerate(batches, start=first):
             rows += [row] * len(mates)
-            if self._prefixes.longest(job.ids)[0] < len(job.ids):
-                self._prefixes.put(job.ids, self._pool.read(job.slots[0], tokens=len(job.ids)))
-            for index, sequence in enumerate(mates):
-                sequence.cached_tokens = job.shared if index == 0 else len(job.ids)
-                sequence.prefill_started_s, sequence.prefill_s = started_s, now_s - started_s
-                sequence.first_token_s = now_s
-                sequence.kv_version = self.policy_version
-                self.cached_tokens += sequence.cached_tokens
+            self.kv.store.register(job.tables[0], job.ids, partial=True)
+            for index, (sequence, table) in enumerate(zip(mates, job.tables, strict=True)):
+                if index:
+                    table.chain = list(job.tables[0].chain)
+                self.kv.adopt(sequence, table)
+                if not sequence.count:
+                    self._stamp(sequence, cached=job.shared if index == 0 else len(job.ids), started_s=started_s)
                 self.running.append(sequence)
-        if batches:
-            self._chunks.flush()
         return rows
+
+    def _stamp(self, sequence: Sequence, *, cached: int, started_s: float) -> None:
+        now_s = self._clock.now_s()
+        sequence.cached_tokens = cached
+        sequence.prefill_started_s, sequence.prefill_s = started_s, now_s - started_s
+        sequence.first_token_s = now_s
+        self.cached_tokens += cached
 
     # -- control
 
@@ -377,10 +415,7 @@ class EngineCore:
 
     def flush(self) -> None:
         """No later request hits KV made before this call."""
-        self._prefixes.flush()
-        self._chunks.flush()
-        for sequence in self.running:
-            sequence.kv_version = -1
+        self.kv.flush()
 
     @torch.inference_mode()
     def update(
@@ -405,11 +440,11 @@ class EngineCore:
             if not swapped:
                 self.model.copy(pairs)
             if self.dirty_reason is not None:
-                self._pool.clear()
+                self.kv.clear()
             self.policy_version, self.digest, self.dirty_reason = policy_version, digest, None
             self.flush()
             if kv == "recompute":
-                self._recompute()
+                self._retract()
         except (RuntimeError, TypeError, ValueError, OSError, RollmillError) as error:
             self._spoil(policy_version, error=error)
             raise EngineError(self.dirty_reason) from error
@@ -436,47 +471,14 @@ class EngineCore:
             "served until a later version loads completely"
         )
         self.flush()
-        self._remove(list(self.running), reason=StopReason.ABORT)
+        self._remove([s for s in self._living() if s.count], reason=StopReason.ABORT)
         self.fail_all(EngineError(self.dirty_reason))
 
-    def _recompute(self) -> None:
-        """Make the KV of running sequences again under the weights served now."""
-        done: list[tuple[int, Sequence]] = []
-        planner = PrefillPlanner(self._pool)
-        for slot, sequence in enumerate(self.running):
-            ids = sequence.kv_ids()
-            while True:
-                resident, source = self._resident(ids)
-                sibling, common = planner.best_sibling(ids)
-                left = self._prefill_limit - planner.computed
-                if len(ids) - max(resident, common) <= left:
-                    break
-                if planner.jobs:
-                    planner = self._flush_recompute(planner, done)
-                    continue
-                end = resident + left
-                self._place(source, slots=(self._scratch,), tokens=resident)
-                planner.add(PrefillJob(ids[:end], (self._scratch,), wants_logits=False, resident=resident))
-                self._run(planner)
-                planner = PrefillPlanner(self._pool)
-            job = PrefillJob(ids, (slot,), wants_logits=False)
-            if common > resident:
-                planner.add(job, sibling=sibling, common=common)
-            else:
-                self._place(source, slots=(slot,), tokens=resident)
-                job.resident = resident
-                planner.add(job)
-            done.append((slot, sequence))
-        self._flush_recompute(planner, done)
-        self._chunks.flush()
-
-    def _flush_recompute(self, planner: PrefillPlanner, done: list[tuple[int, Sequence]]) -> PrefillPlanner:
-        if planner.jobs:
-            self._run(planner)
-        for _, sequence in done:
-            sequence.kv_version = self.policy_version
-        done.clear()
-        return PrefillPlanner(self._pool)
+    def _retract(self) -> None:
+        """Put running sequences in front of the queue: their KV is made again under the weights served now."""
+        self.kv.forget()
+        self.waiting.extendleft(reversed(self.running))
+        self.running.clear()
 
     @torch.inference_mode()
     def score(self, token_ids: np.ndarray) -> np.ndarray:
@@ -491,11 +493,11 @@ class EngineCore:
         out = np.empty(len(ids) - 1, dtype=np.float32)
         for start in range(0, len(ids) - 1, _SCORE_ROWS):
             stop = min(start + _SCORE_ROWS, len(ids) - 1)
-            planner = PrefillPlanner(self._pool)
-            planner.add(PrefillJob(ids[:stop], (self._scratch,), resident=start))
-            work = planner.build(dtype=self.model.dtype)
+            planner = PrefillPlanner(self.kv.store.size)
+            planner.add(PrefillJob(ids[:stop], (self.kv.scratch,), resident=start))
+            work = planner.build(dtype=self.model.dtype, masks=False)
             logits = self.model.forward(
-                work.token_ids, positions=work.positions, plan=work.plan, pool=self._pool, keep=None
+                work.token_ids, positions=work.positions, plan=work.plan, pool=self.kv.pool, keep=None
             ).float()
             targets = torch.from_numpy(ids[start + 1 : stop + 1])[:, None]
             out[start:stop] = (logits.gather(1, targets)[:, 0] - logits.logsumexp(-1)).numpy()
@@ -504,3 +506,10 @@ class EngineCore:
     def _refuse_if_dirty(self) -> None:
         if self.dirty_reason is not None:
             raise EngineError(f"the engine is dirty: {self.dirty_reason}")
+
+
+def _all_ids(sequence: Sequence) -> np.ndarray:
+    """Return int64 [n], every token of a sequence: its KV and the logits behind it are what it goes on from."""
+    if not sequence.count:
+        return sequence.prompt
+    return np.append(sequence.kv_ids(), sequence.last_token)

@@ -29,6 +29,7 @@ import torch
 from rollmill.clock import Clock
 from rollmill.errors import EngineDead, EngineError
 from rollmill.generator.engines.embedded.core import EngineCore
+from rollmill.generator.engines.embedded.kv import KvCache
 from rollmill.generator.engines.embedded.linears import KernelChoice
 from rollmill.generator.engines.embedded.model import ServedModel
 from rollmill.generator.engines.meter import SecondsMeter
@@ -40,6 +41,8 @@ R = TypeVar("R")
 
 _JOIN_S = 30.0
 """Longest wait for the worker to finish its step, and for staging to finish its tensor, when the engine ends."""
+_PROMPT_TOKENS = 512
+"""Tokens of prompts in one pass, beside the decoded ones, where nothing was said."""
 
 CAPABILITIES = (
     "abort",
@@ -73,7 +76,8 @@ class EmbeddedEngine:
         max_num_seqs: sequences decoded at once.
         max_model_len: longest prompt plus output, tokens.
         clock: deadlines, timings and the seconds ledger.
-        prefill_tokens: most prompt tokens computed in one pass.
+        max_num_batched_tokens: most tokens of one pass, decoded ones and those of prompts; `None` leaves 512 for
+            prompts.
         kernels: whether compiled kernels multiply with the weights: `auto`, `native` or `torch`.
         before_step: called on the worker thread before each step; an exception from it kills the engine. For fault
             injection and for tests that hold the engine between two steps.
@@ -95,7 +99,7 @@ class EmbeddedEngine:
         max_num_seqs: int,
         max_model_len: int,
         clock: Clock,
-        prefill_tokens: int = 512,
+        max_num_batched_tokens: int | None = None,
         kernels: KernelChoice = "auto",
         before_step: Callable[[], None] | None = None,
         model: ServedModel | None = None,
@@ -105,13 +109,15 @@ class EmbeddedEngine:
             model = ServedModel(path, dtype=getattr(torch, dtype), tensors=tensors, kernels=kernels)
         # Building the engine is its process's start-up; the engine's own seconds begin when it is made.
         self._meter = SecondsMeter(clock, cause="startup")
+        max_model_len = min(max_model_len, model.context_len)
         self._core = EngineCore(
             model,
             policy_version=policy_version,
             digest=digest,
             max_num_seqs=max_num_seqs,
-            max_model_len=min(max_model_len, model.context_len),
-            prefill_tokens=prefill_tokens,
+            max_model_len=max_model_len,
+            max_num_batched_tokens=max_num_batched_tokens or max_num_seqs + _PROMPT_TOKENS,
+            kv=KvCache.for_sequences(model, max_num_seqs=max_num_seqs, max_model_len=max_model_len),
             clock=clock,
             meter=self._meter,
         )
@@ -141,7 +147,7 @@ class EmbeddedEngine:
             vocabulary_size=model.vocabulary_size,
             max_model_len=core.max_model_len,
             max_num_seqs=core.max_num_seqs,
-            kv_bytes=core.kv_bytes,
+            kv_bytes=core.kv.pool.nbytes,
             capabilities=(*CAPABILITIES, "native_kernels") if model.native_kernels else CAPABILITIES,
             policy_version=core.policy_version,
             digest=core.digest,
@@ -264,7 +270,7 @@ class EmbeddedEngine:
             running=len(core.running),
             waiting=len(core.waiting) + len(core.gate.held),
             kv_used_tokens=core.kv_used_tokens,
-            kv_capacity_tokens=core.max_num_seqs * core.max_model_len,
+            kv_capacity_tokens=core.kv.store.total * core.kv.store.size,
             paused=core.paused,
             policy_version=core.policy_version,
             output_tokens=core.output_tokens,
@@ -273,6 +279,7 @@ class EmbeddedEngine:
             wall_s=wall_s,
             seconds=seconds,
             decode_passes=core.decode_passes,
+            preemptions=core.preemptions,
         )
 
     def healthy(self) -> bool:
@@ -369,7 +376,7 @@ class EmbeddedEngine:
         with self._wake:
             if not (self._commands or self._closing or self._core.has_work()):
                 self._meter.switch("paused" if self._core.paused else "idle")
-                due_s = self._core.seconds_to_deadline()
+                due_s = self._core.seconds_to_wake()
                 self._wake.wait(None if due_s is None else min(due_s, threading.TIMEOUT_MAX))
             if self._closing and not self._commands:
                 return None
@@ -399,7 +406,7 @@ class EmbeddedEngine:
 
     def _end_drains(self) -> None:
         core = self._core
-        if not self._drains or not (core.paused or not core.running):
+        if not self._drains or not (core.paused or not core.busy):
             return
         core.pause()
         for drained in self._drains:

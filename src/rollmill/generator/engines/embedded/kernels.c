@@ -143,7 +143,7 @@ void rollmill_linear(const float *x, const float *packed, float *out, long m, lo
     }
 }
 
-/* ---- attention of decoded tokens over their slots */
+/* ---- attention of decoded tokens over the blocks of their sequences */
 
 #define SHARE 4 /* query heads of one key head that are computed together */
 
@@ -190,22 +190,32 @@ static float softmax(float *scores, long n) {
     return sum_of(total);
 }
 
+/* Where the KV of one key head lies: position p is in block p / size of the table, at `start`, `stride` apart. */
+struct kv {
+    const float *keys, *values;
+    const int64_t *table;
+    long start, stride, size;
+};
+
 /* `heads` query heads over the first `n` positions of one key head; `dim` is a multiple of 8. */
 static inline __attribute__((always_inline)) void attend(
-    const int heads, const float *q, long q_stride, const float *keys, const float *values, float *out,
-    long out_stride, long n, long dim, float scale, float *scores, long room) {
-    for (long p = 0; p < n; p++) {
-        lanes sum[SHARE];
-        const float *key = keys + p * dim;
+    const int heads, const float *q, long q_stride, struct kv kv, float *out, long out_stride, long n, long dim,
+    float scale, float *scores, long room) {
+    for (long first = 0; first < n; first += kv.size) {
+        const float *key = kv.keys + kv.table[first / kv.size] * kv.stride + kv.start;
+        long last = n - first < kv.size ? n : first + kv.size;
+        for (long p = first; p < last; p++, key += dim) {
+            lanes sum[SHARE];
 #pragma GCC unroll 4
-        for (int h = 0; h < heads; h++) sum[h] = (lanes){0};
-        for (long d = 0; d < dim; d += 8) {
-            lanes part = *(const lanes *)(key + d);
+            for (int h = 0; h < heads; h++) sum[h] = (lanes){0};
+            for (long d = 0; d < dim; d += 8) {
+                lanes part = *(const lanes *)(key + d);
 #pragma GCC unroll 4
-            for (int h = 0; h < heads; h++) sum[h] += part * *(const lanes *)(q + h * q_stride + d);
+                for (int h = 0; h < heads; h++) sum[h] += part * *(const lanes *)(q + h * q_stride + d);
+            }
+#pragma GCC unroll 4
+            for (int h = 0; h < heads; h++) scores[h * room + p] = sum_of(sum[h]) * scale;
         }
-#pragma GCC unroll 4
-        for (int h = 0; h < heads; h++) scores[h * room + p] = sum_of(sum[h]) * scale;
     }
     float total[SHARE];
     for (int h = 0; h < heads; h++) total[h] = softmax(scores + h * room, n);
@@ -214,13 +224,17 @@ static inline __attribute__((always_inline)) void attend(
         lanes sum[SHARE][2];
 #pragma GCC unroll 4
         for (int h = 0; h < heads; h++) sum[h][0] = sum[h][1] = (lanes){0};
-        for (long p = 0; p < n; p++) {
-            lanes low = *(const lanes *)(values + p * dim + d), high = *(const lanes *)(values + p * dim + d + 8);
+        for (long first = 0; first < n; first += kv.size) {
+            const float *value = kv.values + kv.table[first / kv.size] * kv.stride + kv.start + d;
+            long last = n - first < kv.size ? n : first + kv.size;
+            for (long p = first; p < last; p++, value += dim) {
+                lanes low = *(const lanes *)value, high = *(const lanes *)(value + 8);
 #pragma GCC unroll 4
-            for (int h = 0; h < heads; h++) {
-                lanes weight = _mm256_broadcast_ss(scores + h * room + p);
-                sum[h][0] += weight * low;
-                sum[h][1] += weight * high;
+                for (int h = 0; h < heads; h++) {
+                    lanes weight = _mm256_broadcast_ss(scores + h * room + p);
+                    sum[h][0] += weight * low;
+                    sum[h][1] += weight * high;
+                }
             }
         }
 #pragma GCC unroll 4
@@ -234,20 +248,26 @@ static inline __attribute__((always_inline)) void attend(
         lanes sum[SHARE];
 #pragma GCC unroll 4
         for (int h = 0; h < heads; h++) sum[h] = (lanes){0};
-        for (long p = 0; p < n; p++)
+        for (long first = 0; first < n; first += kv.size) {
+            const float *value = kv.values + kv.table[first / kv.size] * kv.stride + kv.start + d;
+            long last = n - first < kv.size ? n : first + kv.size;
+            for (long p = first; p < last; p++, value += dim)
 #pragma GCC unroll 4
-            for (int h = 0; h < heads; h++)
-                sum[h] += (lanes)_mm256_broadcast_ss(scores + h * room + p) * *(const lanes *)(values + p * dim + d);
+                for (int h = 0; h < heads; h++)
+                    sum[h] += (lanes)_mm256_broadcast_ss(scores + h * room + p) * *(const lanes *)value;
+        }
 #pragma GCC unroll 4
         for (int h = 0; h < heads; h++) *(lanes *)(out + h * out_stride + d) = sum[h] / _mm256_set1_ps(total[h]);
     }
 }
 
-/* out [batch, kv_heads * share, dim]; row b looks at the first counts[b] positions of slot b.
+/* out [batch, kv_heads * share, dim]; row b looks at the first counts[b] positions of the sequence whose blocks are
+ * tables[b * width ...]. Keys and values are [blocks][kv_heads][size][dim], `block` floats from one block to the next.
  * Returns 0, or 1 if there was no memory for the scores. */
 long rollmill_attend(
-    const float *q, long q_row, long q_head, const float *keys, const float *values, long slot, long head,
-    const int64_t *counts, float *out, long batch, long kv_heads, long share, long dim, float scale, long threads) {
+    const float *q, long q_row, long q_head, const float *keys, const float *values, long block, long size,
+    const int64_t *tables, long width, const int64_t *counts, float *out, long batch, long kv_heads, long share,
+    long dim, float scale, long threads) {
     long longest = 0, failed = 0;
     for (long b = 0; b < batch; b++) longest = counts[b] > longest ? counts[b] : longest;
     long room = (longest + 7) / 8 * 8;
@@ -258,20 +278,21 @@ long rollmill_attend(
 #pragma omp atomic write
             failed = 1;
         }
+        /* One key head after the other: rows that share blocks find them in the cache. */
 #pragma omp for schedule(static)
         for (long job = 0; job < batch * kv_heads; job++) {
             if (!scores) continue;
-            long b = job / kv_heads, kv = job % kv_heads;
-            const float *k = keys + b * slot + kv * head, *v = values + b * slot + kv * head;
+            long kv = job / batch, b = job % batch;
+            struct kv at = {keys, values, tables + b * width, kv * size * dim, block, size};
             for (long first = 0; first < share; first += SHARE) {
                 long h = kv * share + first;
                 const float *from = q + b * q_row + h * q_head;
                 float *to = out + (b * kv_heads * share + h) * dim;
                 switch (share - first) {
-                case 1: attend(1, from, q_head, k, v, to, dim, counts[b], dim, scale, scores, room); break;
-                case 2: attend(2, from, q_head, k, v, to, dim, counts[b], dim, scale, scores, room); break;
-                case 3: attend(3, from, q_head, k, v, to, dim, counts[b], dim, scale, scores, room); break;
-                default: attend(4, from, q_head, k, v, to, dim, counts[b], dim, scale, scores, room); break;
+                case 1: attend(1, from, q_head, at, to, dim, counts[b], dim, scale, scores, room); break;
+                case 2: attend(2, from, q_head, at, to, dim, counts[b], dim, scale, scores, room); break;
+                case 3: attend(3, from, q_head, at, to, dim, counts[b], dim, scale, scores, room); break;
+                default: attend(4, from, q_head, at, to, dim, counts[b], dim, scale, scores, room); break;
                 }
             }
         }

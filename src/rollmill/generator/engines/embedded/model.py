@@ -21,9 +21,9 @@ from transformers.initialization import no_init_weights
 from rollmill.errors import ModelError, WeightError
 from rollmill.generator.engines.embedded.attention import (
     ATTENTION_NAME,
+    BlockPool,
     ForwardPlan,
     Segment,
-    SlotPool,
     causal_mask,
 )
 from rollmill.generator.engines.embedded.linears import Destination, KernelChoice, choose_kernels, destinations
@@ -74,7 +74,7 @@ def check_architecture(config: PreTrainedConfig) -> None:
 
 
 class ServedModel:
-    """A causal language model that runs packed forward passes over a slot pool.
+    """A causal language model that runs packed forward passes over a pool of blocks.
 
     Args:
         path: local Hugging Face directory; only its configuration is read.
@@ -117,13 +117,13 @@ class ServedModel:
         self.copy(self.check(tensors))
         self._probe()
 
-    def new_pool(self, *, slots: int, max_len: int) -> SlotPool:
-        """Return an empty slot pool of this model's shape."""
-        return SlotPool(
+    def new_pool(self, *, blocks: int, size: int) -> BlockPool:
+        """Return an empty pool of this model's shape: `blocks` blocks of `size` tokens."""
+        return BlockPool(
             layers=self.layers,
-            slots=slots,
+            blocks=blocks,
             kv_heads=self.kv_heads,
-            max_len=max_len,
+            size=size,
             head_dim=self.head_dim,
             dtype=self.dtype,
         )
@@ -187,7 +187,7 @@ class ServedModel:
         *,
         positions: torch.Tensor,
         plan: ForwardPlan,
-        pool: SlotPool,
+        pool: BlockPool,
         keep: torch.Tensor | None,
     ) -> torch.Tensor:
         """Run packed tokens and return logits `[kept, vocabulary]`.
@@ -196,7 +196,7 @@ class ServedModel:
             token_ids: int64 [tokens].
             positions: int64 [tokens], position of each token in its own sequence.
             plan: what is written and read.
-            pool: the slots.
+            pool: where KV lies.
             keep: int64 [kept], packed tokens whose logits are wanted; `None` keeps all.
         """
         pool.plan = plan
@@ -206,8 +206,8 @@ class ServedModel:
                 position_ids=positions[None],
                 use_cache=True,
                 logits_to_keep=0 if keep is None else keep,
-                slot_plan=plan,
-                slot_kernels=self._compiled,
+                block_plan=plan,
+                block_kernels=self._compiled,
                 **{self._cache_argument: pool},
             )
         finally:
@@ -223,13 +223,13 @@ class ServedModel:
             packed = self._packed_logits(ids, first=tokens // 2)
         except (RuntimeError, TypeError, KeyError, ValueError, AttributeError, IndexError) as error:
             raise ModelError(
-                f"the embedded engine cannot serve model type {self.model_type!r}: its modules do not run over a slot "
-                f"cache ({type(error).__name__}: {error}); choose a standard-attention model"
+                f"the embedded engine cannot serve model type {self.model_type!r}: its modules do not run over a "
+                f"cache of blocks ({type(error).__name__}: {error}); choose a standard-attention model"
             ) from error
         difference = float((own.log_softmax(-1) - packed.log_softmax(-1)).abs().max())
         if not difference <= _PROBE_TOLERANCE[self.dtype]:
             raise ModelError(
-                f"the embedded engine cannot serve model type {self.model_type!r}: log-probs over its slot cache "
+                f"the embedded engine cannot serve model type {self.model_type!r}: log-probs over its cache "
                 f"differ from the model's own by {difference:.3g} (tolerance {_PROBE_TOLERANCE[self.dtype]:g}). Either "
                 "the weights are not finite or the attention is not standard; choose another model"
             )
@@ -243,16 +243,18 @@ class ServedModel:
             self._model.set_attn_implementation(ATTENTION_NAME)
 
     def _packed_logits(self, ids: torch.Tensor, *, first: int) -> torch.Tensor:
-        pool = self.new_pool(slots=1, max_len=len(ids))
+        size = max(1, len(ids) // 3)  # several blocks, the last one not full, and not in order
+        table = torch.arange(-(-len(ids) // size)).flip(0)
+        pool = self.new_pool(blocks=len(table), size=size)
         parts = []
         for start, stop in ((0, first), (first, len(ids))):
             positions = torch.arange(start, stop)
             mask = causal_mask(start=start, rows=stop - start, dtype=self.dtype)
             plan = ForwardPlan(
                 write_rows=None,
-                write_slots=torch.zeros_like(positions),
-                write_positions=positions,
-                segments=(Segment(slot=0, first_row=0, rows=stop - start, mask=mask),),
+                write_blocks=table[positions // size],
+                write_offsets=positions % size,
+                segments=(Segment(table=table, first_row=0, rows=stop - start, mask=mask),),
             )
             parts.append(self.forward(ids[start:stop], positions=positions, plan=plan, pool=pool, keep=None))
         return torch.cat(parts).float()

@@ -45,8 +45,8 @@ class Kernels:
         self._pack.argtypes, self._pack.restype = [pointer, pointer, number, number, number], None
         self._linear.argtypes, self._linear.restype = [pointer] * 3 + [number] * 4, None
         self._attend = library.rollmill_attend
-        self._attend.argtypes = [pointer, number, number, pointer, pointer, number, number, pointer, pointer]
-        self._attend.argtypes += [number] * 4 + [ctypes.c_float, number]
+        self._attend.argtypes = [pointer, number, number, pointer, pointer, number, number, pointer, number, pointer]
+        self._attend.argtypes += [pointer] + [number] * 4 + [ctypes.c_float, number]
         self._attend.restype = number
 
     def new_packed(self, *, outputs: int, inputs: int) -> torch.Tensor:
@@ -66,19 +66,27 @@ class Kernels:
         return out
 
     def attend(
-        self, rows: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, *, counts: torch.Tensor, scale: float
+        self,
+        rows: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        *,
+        tables: torch.Tensor,
+        counts: torch.Tensor,
+        scale: float,
     ) -> torch.Tensor:
-        """Return softmax attention of row b over the first `counts[b]` tokens of slot b.
+        """Return softmax attention of row b over the first `counts[b]` tokens of the blocks in `tables[b]`.
 
         Args:
             rows: float32 [batch, heads, dim], the last dimension contiguous; `dim` a multiple of `DIM_STEP`.
-            keys: float32 [slots, kv_heads, length, dim], contiguous in each head.
+            keys: float32 [blocks, kv_heads, size, dim], contiguous.
             values: as keys.
-            counts: int64 [batch], from 1 to `length`.
+            tables: int64 [batch, width], contiguous; blocks behind `counts` are not read.
+            counts: int64 [batch], from 1 to `width * size`.
             scale: factor of the scores.
         """
         batch, heads, dim = rows.shape
-        kv_heads = keys.shape[1]
+        kv_heads, size = keys.shape[1:3]
         if rows.stride(2) != 1:
             rows = rows.contiguous()
         out = torch.empty(batch, heads, dim, dtype=torch.float32)
@@ -89,7 +97,9 @@ class Kernels:
             keys.data_ptr(),
             values.data_ptr(),
             keys.stride(0),
-            keys.stride(1),
+            size,
+            tables.data_ptr(),
+            tables.shape[1],
             counts.data_ptr(),
             out.data_ptr(),
             batch,
@@ -176,12 +186,18 @@ def _prove(kernels: Kernels) -> None:
         error = float((kernels.linear(rows, packed, outputs=outputs) - expected).abs().max()) / inputs**0.5
         if not error <= _PROOF_TOLERANCE:
             raise _unavailable(f"their product of [{m}, {inputs}] and [{inputs}, {outputs}] is off by {error:.1e}")
+    _prove_attention(kernels, numbers=numbers)
+
+
+def _prove_attention(kernels: Kernels, *, numbers: torch.Generator) -> None:
     rows, keys, values = (
-        torch.randn(*shape, generator=numbers) for shape in ((2, 3, 24), (2, 1, 9, 24), (2, 1, 9, 24))
+        torch.randn(*shape, generator=numbers) for shape in ((2, 3, 24), (5, 1, 4, 24), (5, 1, 4, 24))
     )
-    attended = kernels.attend(rows, keys, values, counts=torch.tensor([9, 4]), scale=0.5)
+    tables = torch.tensor([[3, 0, 4], [3, 2, 2]])
+    attended = kernels.attend(rows, keys, values, tables=tables, counts=torch.tensor([9, 4]), scale=0.5)
     for row, count in enumerate((9, 4)):
-        scores = 0.5 * rows[row].double() @ keys[row, 0, :count].double().T
-        error = float((attended[row] - scores.softmax(-1) @ values[row, 0, :count].double()).abs().max())
+        seen_keys, seen_values = (kv[tables[row], 0].reshape(-1, 24)[:count].double() for kv in (keys, values))
+        weights = (0.5 * rows[row].double() @ seen_keys.T).softmax(-1)
+        error = float((attended[row] - weights @ seen_values).abs().max())
         if not error <= _PROOF_TOLERANCE:
             raise _unavailable(f"their attention over {count} tokens is off by {error:.1e}")

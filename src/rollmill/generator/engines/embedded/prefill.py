@@ -1,46 +1,43 @@
 """Plans forward passes: which tokens are computed, which KV is shared, where everything goes.
 
-Pure bookkeeping over token ids. Three ways to share, all exact: siblings get the KV of one computed prompt; a prompt
-that begins like one already in the engine starts behind the common prefix; a prompt that begins like an earlier one of
-the same pass reads the earlier one's tokens while they are being written. Prompts and running sequences share a pass:
-reading all weights for a few prompt tokens alone would cost as much as a whole decode step.
+Pure bookkeeping over token ids and block numbers. Three ways to share, all exact: siblings read the blocks of one
+computed prompt and part where they begin to write; a prompt that begins like what is known already starts behind it; a
+prompt that begins like an earlier one of the same pass reads the earlier one's blocks while they are being written.
+Prompts and running sequences share a pass: reading all weights for a few prompt tokens alone would cost as much as a
+whole decode step.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
-from rollmill.generator.engines.embedded.attention import ForwardPlan, Segment, SlotPool, causal_mask
-
-
-def common_prefix(a: np.ndarray, b: np.ndarray) -> int:
-    """Return how many leading token ids two sequences share."""
-    n = min(len(a), len(b))
-    differs = np.flatnonzero(a[:n] != b[:n])
-    return int(differs[0]) if len(differs) else n
+from rollmill.generator.engines.embedded.attention import ForwardPlan, Segment, causal_mask, decode_mask
+from rollmill.generator.engines.embedded.blocks import BlockTable, Match, common_prefix
 
 
 @dataclass(slots=True)
 class PrefillJob:
-    """Token ids whose KV has to be in some slots after the pass.
+    """Token ids whose KV has to be in the blocks of some tables after the pass.
 
     Attributes:
         ids: int64 [n].
-        slots: every slot that gets the KV; the first one is read while computing.
+        tables: of every sequence that starts from these ids; they differ in the last block at most, and the first one
+            is read while computing.
         wants_logits: whether the logits of the last token are needed.
-        resident: leading tokens whose KV lies in all slots before the pass.
+        resident: leading tokens that others have written or will write in this pass.
         shared: leading tokens that are not computed by this job.
+        in_flight: leading tokens in blocks that an earlier job of this pass writes.
     """
 
     ids: np.ndarray
-    slots: tuple[int, ...]
+    tables: tuple[BlockTable, ...]
     wants_logits: bool = True
     resident: int = 0
     shared: int = 0
+    in_flight: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,37 +52,28 @@ class PackedPass:
 
 @dataclass(frozen=True, slots=True)
 class DecodeBatch:
-    """The running sequences, in slots 0..n-1, each of which gets one token.
+    """Tokens of running sequences, each at its position behind KV that is there.
 
     Attributes:
-        token_ids: int64 [n], the newest token of each.
-        positions: int64 [n], its position.
-        counts: int64 [n], how many tokens of its slot each looks at.
-        mask: float [n, 1, 1, length], or `None` where compiled kernels attend.
+        token_ids: int64 [n].
+        positions: int64 [n].
+        tables: int64 [n, blocks], the blocks of each one's sequence.
     """
 
-    token_ids: torch.Tensor
-    positions: torch.Tensor
-    counts: torch.Tensor
-    mask: torch.Tensor | None
-
-    def alone(self) -> PackedPass:
-        """Return the pass that does nothing else."""
-        plan = ForwardPlan(
-            write_rows=None,
-            write_slots=torch.arange(len(self.token_ids)),
-            write_positions=self.positions,
-            decode_counts=self.counts,
-            decode_mask=self.mask,
-        )
-        return PackedPass(token_ids=self.token_ids, positions=self.positions, plan=plan, keep=None)
+    token_ids: np.ndarray
+    positions: np.ndarray
+    tables: np.ndarray
 
 
 @dataclass(slots=True)
 class PrefillPlanner:
-    """Collects jobs of one pass; the KV a job starts from is copied when the job is added."""
+    """Collects the jobs of one pass.
 
-    pool: SlotPool
+    Args:
+        size: tokens of a block.
+    """
+
+    size: int
     jobs: list[PrefillJob] = field(default_factory=list)
     computed: int = 0
     _rows: list[np.ndarray] = field(default_factory=list)
@@ -99,15 +87,23 @@ class PrefillPlanner:
                 best, length = index, common
         return best, length
 
+    def sibling_match(self, sibling: int, *, common: int) -> Match:
+        """Return how a job starts that has its first `common` tokens in common with an earlier one."""
+        source = self.jobs[sibling]
+        whole = common // self.size * self.size
+        resident = max(whole, min(source.resident, common))
+        blocks = source.tables[0].blocks[: common // self.size]
+        if resident == whole:
+            return Match(tokens=whole, blocks=tuple(blocks))
+        if whole < source.in_flight:
+            raise AssertionError("the earliest job of a pass that has these tokens writes them, and was not chosen")
+        return Match(tokens=resident, blocks=tuple(blocks), tail=source.tables[0].blocks[common // self.size])
+
     def add(self, job: PrefillJob, *, sibling: int = -1, common: int = 0) -> None:
         """Add a job whose first `job.resident` tokens are in place, or that shares `common` tokens with a sibling."""
         rows = np.full(len(job.ids), -1, dtype=np.int64)
         if sibling >= 0:
-            source = self.jobs[sibling]
-            job.resident = min(source.resident, common)
-            for slot in job.slots:
-                if job.resident:
-                    self.pool.copy(source.slots[0], slot, tokens=job.resident)
+            job.in_flight = common // self.size * self.size
             rows[job.resident : common] = self._rows[sibling][job.resident : common]
         job.shared = max(job.resident, common)
         fresh = len(job.ids) - job.shared
@@ -116,83 +112,70 @@ class PrefillPlanner:
         self._rows.append(rows)
         self.computed += fresh
 
-    def build(self, *, dtype: torch.dtype, decode: DecodeBatch | None = None) -> PackedPass:
-        """Return the packed pass over the decode batch and all jobs; logits come in that order."""
+    def build(self, *, dtype: torch.dtype, masks: bool, decode: DecodeBatch | None = None) -> PackedPass:
+        """Return the packed pass over the decode batch and all jobs; logits come in that order.
+
+        Args:
+            dtype: of the masks.
+            masks: whether decoded tokens need one.
+            decode: what runs.
+        """
         first = 0 if decode is None else len(decode.token_ids)
         ids, positions = [job.ids[job.shared :] for job in self.jobs], [_fresh_positions(job) for job in self.jobs]
         writes = [self._writes(index, offset=first) for index in range(len(self.jobs))]
-        keep, segments = list(range(first)), []
         if decode is not None:
-            at = np.arange(first)
-            ids.insert(0, decode.token_ids.numpy())
-            positions.insert(0, decode.positions.numpy())
-            writes.insert(0, np.stack([at, at, decode.positions.numpy()]))
+            ids.insert(0, decode.token_ids)
+            positions.insert(0, decode.positions)
+            writes.insert(0, _decode_writes(decode, size=self.size))
+        keep, segments = list(range(first)), []
+        end = first
         for job in self.jobs:
             fresh = len(job.ids) - job.shared
             mask = causal_mask(start=job.shared, rows=fresh, dtype=dtype)
-            segments.append(Segment(slot=job.slots[0], first_row=first, rows=fresh, mask=mask))
-            first += fresh
+            table = torch.tensor(job.tables[0].blocks[: -(-len(job.ids) // self.size)])
+            segments.append(Segment(table=table, first_row=end, rows=fresh, mask=mask))
+            end += fresh
             if job.wants_logits:
-                keep.append(first - 1)
+                keep.append(end - 1)
         write = torch.from_numpy(np.concatenate(writes, axis=1))
+        plan = ForwardPlan(
+            write_rows=write[0] if self.jobs else None,
+            write_blocks=write[1],
+            write_offsets=write[2],
+            segments=tuple(segments),
+            **({} if decode is None else _decode_reads(decode, size=self.size, dtype=dtype, masks=masks)),
+        )
         return PackedPass(
             token_ids=torch.from_numpy(np.concatenate(ids)),
             positions=torch.from_numpy(np.concatenate(positions)),
-            plan=ForwardPlan(
-                write_rows=write[0],
-                write_slots=write[1],
-                write_positions=write[2],
-                decode_counts=None if decode is None else decode.counts,
-                decode_mask=None if decode is None else decode.mask,
-                segments=tuple(segments),
-            ),
-            keep=torch.tensor(keep or [0], dtype=torch.int64),
+            plan=plan,
+            keep=torch.tensor(keep or [0], dtype=torch.int64) if self.jobs else None,
         )
 
     def _writes(self, index: int, *, offset: int) -> np.ndarray:
-        """Return int64 [3, writes]: packed token, slot and position of every KV entry of a job."""
+        """Return int64 [3, writes]: packed token, block and place in it of every KV entry of a job."""
         job = self.jobs[index]
-        rows = self._rows[index][job.resident :] + offset
-        positions = np.arange(job.resident, len(job.ids))
-        return np.concatenate([np.stack([rows, np.full_like(rows, slot), positions]) for slot in job.slots], axis=1)
+        last = len(job.ids) // self.size * self.size
+        parts = []
+        for number, table in enumerate(job.tables):
+            positions = np.arange(job.resident if number == 0 else max(job.resident, last), len(job.ids))
+            blocks = np.array(table.blocks, dtype=np.int64)[positions // self.size]
+            parts.append(np.stack([self._rows[index][positions] + offset, blocks, positions % self.size]))
+        return np.concatenate(parts, axis=1)
 
 
 def _fresh_positions(job: PrefillJob) -> np.ndarray:
     return np.arange(job.shared, len(job.ids))
 
 
-class PrefixStore:
-    """KV of a few recent prompts, all of one policy version; least recently used goes first.
+def _decode_writes(decode: DecodeBatch, *, size: int) -> np.ndarray:
+    rows = np.arange(len(decode.positions))
+    return np.stack([rows, decode.tables[rows, decode.positions // size], decode.positions % size])
 
-    Entries are keyed by token ids; the version is the store's: `flush` is called whenever it changes.
-    """
 
-    def __init__(self, *, entries: int) -> None:
-        self._limit = entries
-        self._entries: OrderedDict[bytes, tuple[np.ndarray, torch.Tensor]] = OrderedDict()
-
-    def longest(self, ids: np.ndarray) -> tuple[int, torch.Tensor | None]:
-        """Return (common tokens, KV) of the entry that shares the longest prefix."""
-        best, length = b"", 0
-        for key, (known, _) in self._entries.items():
-            common = common_prefix(known, ids)
-            if common > length:
-                best, length = key, common
-        if not length:
-            return 0, None
-        self._entries.move_to_end(best)
-        return length, self._entries[best][1]
-
-    def put(self, ids: np.ndarray, kv: torch.Tensor) -> None:
-        """Keep the KV of these tokens, `[layers, 2, kv_heads, len(ids), head_dim]`."""
-        self._entries[ids.tobytes()] = (ids, kv)
-        self._entries.move_to_end(ids.tobytes())
-        while len(self._entries) > self._limit:
-            self._entries.popitem(last=False)
-
-    def flush(self) -> None:
-        """Forget everything."""
-        self._entries.clear()
-
-    def __len__(self) -> int:
-        return len(self._entries)
+def _decode_reads(decode: DecodeBatch, *, size: int, dtype: torch.dtype, masks: bool) -> dict[str, torch.Tensor]:
+    positions = torch.from_numpy(decode.positions)
+    reads = {"decode_tables": torch.from_numpy(decode.tables), "decode_counts": positions + 1}
+    if masks:
+        reads["decode_mask"] = decode_mask(positions, length=decode.tables.shape[1] * size, dtype=dtype)
+    return reads

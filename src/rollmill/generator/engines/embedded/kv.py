@@ -1,0 +1,156 @@
+"""The KV of an engine: the pool of blocks, who holds which, and what a prompt starts from.
+
+Joins the bookkeeping (`blocks`) and the memory (`attention.BlockPool`). Decides no admission: it is told how many
+blocks others were promised, and says whether a start fits beside that.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from rollmill.generator.engines.embedded.blocks import BlockStore, BlockTable, Match
+from rollmill.generator.engines.embedded.model import ServedModel
+from rollmill.generator.engines.sequence import Sequence
+
+BLOCK_TOKENS = 16
+_IDLE_SEQUENCES = 8
+
+
+class KvCache:
+    """Blocks of running sequences and of what they left behind.
+
+    Args:
+        model: gives the shape.
+        blocks: for sequences.
+        scratch: blocks beside those, for scores.
+        idle_limit: most blocks kept for later requests, `None` for all.
+    """
+
+    def __init__(self, model: ServedModel, *, blocks: int, scratch: int, idle_limit: int | None = None) -> None:
+        self.pool = model.new_pool(blocks=scratch + blocks, size=BLOCK_TOKENS)
+        self.store = BlockStore(blocks=blocks, size=BLOCK_TOKENS, first=scratch, idle_limit=idle_limit)
+        self.scratch = BlockTable(blocks=list(range(scratch)))
+        self._tables: dict[Sequence, BlockTable] = {}
+        self._chunk: BlockTable | None = None
+
+    @classmethod
+    def for_sequences(cls, model: ServedModel, *, max_num_seqs: int, max_model_len: int) -> KvCache:
+        """Return room for that many sequences of the greatest length; what eight leave behind is kept for others."""
+        longest = -(-max_model_len // BLOCK_TOKENS)
+        return cls(model, blocks=max_num_seqs * longest, scratch=longest, idle_limit=_IDLE_SEQUENCES * longest)
+
+    def blocks_of(self, sequence: Sequence) -> list[int]:
+        """Return the blocks of a running sequence, in order."""
+        return self._tables[sequence].blocks
+
+    def shares_now(self, sequence: Sequence) -> bool:
+        """Return whether the KV of a running sequence was made since the last flush."""
+        return self._tables[sequence].epoch == self.store.epoch
+
+    def begin(self, match: Match, *, tokens: int, promises: list[int], room: int | None) -> tuple[BlockTable, ...]:
+        """Return tables for as many of the sequences that start from the same tokens as there are blocks for.
+
+        Args:
+            match: what they start from; its beginning is shared, its tail copied.
+            tokens: how many tokens the first pass writes or shares.
+            promises: blocks that each of them must find later, in order.
+            room: blocks that may be taken, what is promised included; `None` takes all there are for the first
+                sequence, whatever it was promised.
+
+        Returns:
+            one table for each sequence that fits, from the first on.
+        """
+        pinned = [*match.blocks, *([match.tail] if match.tail >= 0 else [])]
+        store = self.store
+        before = store.available
+        store.share(pinned)
+        left = store.available if room is None else room - (before - store.available)
+        fresh = store.needed(tokens) - len(match.blocks)
+        last = tokens // store.size
+        tables: list[BlockTable] = []
+        for promise in promises:
+            own = fresh if not tables else (1 if tokens % store.size else 0)
+            if own + (0 if room is None and not tables else promise) > left:
+                break
+            left -= own + promise
+            if tables:
+                store.share(tables[0].blocks[:last])
+                first = tables[0].blocks[:last]
+            else:
+                first = list(match.blocks)
+                store.share(first)
+            tables.append(BlockTable(blocks=[*first, *store.allocate(own)], epoch=store.epoch))
+        if tables:
+            tables[0].chain.extend(match.chain)
+            self._copy_tails(match, tables, last=last)
+        store.release(pinned)
+        return tuple(tables)
+
+    def _copy_tails(self, match: Match, tables: list[BlockTable], *, last: int) -> None:
+        """Give each table its own copy of the tokens that lie in the block where it goes on writing."""
+        size, at = self.store.size, len(match.blocks)
+        if match.tail >= 0:
+            self.pool.copy(match.tail, tables[0].blocks[at], start=0, stop=match.tokens - at * size)
+        there = match.tokens - last * size
+        if there > 0:
+            for table in tables[1:]:
+                self.pool.copy(tables[0].blocks[last], table.blocks[last], start=0, stop=there)
+
+    def adopt(self, sequence: Sequence, table: BlockTable) -> None:
+        """Say whose a table is."""
+        self._tables[sequence] = table
+
+    def grow(self, sequence: Sequence, *, tokens: int) -> bool:
+        """Give a running sequence blocks for this many tokens; return whether there were enough."""
+        table = self._tables[sequence]
+        missing = self.store.needed(tokens) - len(table.blocks)
+        if missing > self.store.available:
+            return False
+        if missing > 0:
+            table.blocks += self.store.allocate(missing)
+        return True
+
+    def end(self, sequence: Sequence) -> None:
+        """Take a sequence's blocks; what they hold may be hit until they are needed."""
+        table = self._tables.pop(sequence)
+        self.store.register(table, sequence.kv_ids(), partial=True)
+        self.store.release(table.blocks)
+
+    def hold_chunk(self, table: BlockTable, ids: np.ndarray) -> None:
+        """Make the computed beginning of a prompt known, and keep it until the next `drop_chunk`."""
+        self.store.register(table, ids, partial=True)
+        self.drop_chunk()
+        self._chunk = table
+
+    def drop_chunk(self) -> bool:
+        """Let go of the beginning kept by `hold_chunk`; return whether there was one. It may still be hit."""
+        if self._chunk is None:
+            return False
+        self.store.release(self._chunk.blocks)
+        self._chunk = None
+        return True
+
+    def flush(self) -> None:
+        """Nothing that is computed now is ever hit; running sequences go on with what they hold."""
+        self.drop_chunk()
+        self.store.flush()
+
+    def clear(self) -> None:
+        """Forget everybody, and zero the memory."""
+        self.forget()
+        self.pool.clear()
+
+    def forget(self) -> None:
+        """Take the blocks of all running sequences, without making them known."""
+        for table in self._tables.values():
+            self.store.release(table.blocks)
+        self._tables.clear()
+        self.flush()
+
+    def tables(self, sequences: list[Sequence], *, width: int) -> np.ndarray:
+        """Return int64 [n, width], the blocks of each; what a sequence has not got is block 0."""
+        out = np.zeros((len(sequences), width), dtype=np.int64)
+        for row, sequence in enumerate(sequences):
+            blocks = self._tables[sequence].blocks[:width]
+            out[row, : len(blocks)] = blocks
+        return out
