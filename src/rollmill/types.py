@@ -346,16 +346,14 @@ class Canary(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Adapter(msgspec.Struct, frozen=True, kw_only=True):
-    """What a publication of low-rank differences adds to; see `rollmill.weights.adapters`.
+    """What a publication of low-rank differences is added to; see `rollmill.weights.adapters`.
 
     Attributes:
-        base_version: policy version of the whole weights under it.
-        base_digest: their digest.
+        base_digest: digest of the whole weights under it.
         rank: inner dimension of each pair of matrices.
         alpha: the product of a pair counts `alpha / rank` times.
     """
 
-    base_version: int
     base_digest: str
     rank: int
     alpha: float

@@ -6,7 +6,6 @@ import hashlib
 import os
 from pathlib import Path
 
-import msgspec
 import numpy as np
 import pytest
 import torch
@@ -285,90 +284,96 @@ def test_adopt_says_what_can_be_loaded_and_removes_leftovers(repository, tmp_pat
     assert publish(repository).policy_version == 4
 
 
-def base_and_adapter(repository, *, alpha: float = 4.0):
-    """A base of ones [4, 3], and an adapter of rank 2 whose product is 2 everywhere: 1 + alpha / 2 * 2."""
-    base = publish(repository, tensors={"q.weight": torch.ones(4, 3), "norm.weight": torch.ones(3)})
-    settings = Adapter(base_version=base.policy_version, base_digest=base.digest, rank=2, alpha=alpha)
-    pair = {"q.lora_A.weight": torch.ones(2, 3), "q.lora_B.weight": torch.ones(4, 2)}
-    return base, settings, pair
+BASE = {"q.weight": torch.ones(4, 3), "norm.weight": torch.ones(3)}
+# Rank 2: the product is 2 everywhere.
+PAIR = {"q.lora_A.weight": torch.ones(2, 3), "q.lora_B.weight": torch.ones(4, 2)}
 
 
-def publish_adapter(repository, settings, pair, *, step: int = 1):
+def publish_adapter(repository, pair=PAIR, *, step: int = 0, base=BASE, **changes):
+    digest = repository.put_base(base)
     return repository.publish(
         pair,
         optimizer_step=step,
-        parent=settings.base_version,
+        parent=None,
         history_id="h1",
         training_dtype="float32",
         canary=None,
         at_s=0.0,
-        adapter=settings,
+        adapter=Adapter(**{"base_digest": digest, "rank": 2, "alpha": 4.0, **changes}),
     )
 
 
+def base_files(repository) -> list[Path]:
+    folders = [repository._folder("shm"), repository._folder("file")]
+    return [path for folder in folders for path in folder.glob("base-*")]
+
+
 def test_an_adapter_is_loaded_as_the_whole_weights_that_it_makes_of_its_base(repository):
-    base, settings, pair = base_and_adapter(repository)
-    manifest = publish_adapter(repository, settings, pair)
+    manifest = publish_adapter(repository)
     loaded = repository.load(manifest.policy_version)
     assert loaded.keys() == {"q.weight", "norm.weight"}
+    # 1 + alpha / rank * 2
     assert torch.equal(loaded["q.weight"], torch.full((4, 3), 5.0))
     assert torch.equal(loaded["norm.weight"], torch.ones(3))
-    assert torch.equal(repository.load(base.policy_version)["q.weight"], torch.ones(4, 3))
 
 
 def test_an_adapter_takes_the_room_of_its_own_tensors_alone(repository, tmp_path):
-    _, settings, pair = base_and_adapter(repository)
-    manifest = publish_adapter(repository, settings, pair)
+    manifest = publish_adapter(repository)
     assert {name: entry.nbytes for name, entry in manifest.tensors.items()} == {
         "q.lora_A.weight": 2 * 3 * 4,
         "q.lora_B.weight": 4 * 2 * 4,
     }
-    assert reopened(repository, tmp_path).manifest(manifest.policy_version).adapter == settings
+    assert reopened(repository, tmp_path).manifest(manifest.policy_version).adapter == manifest.adapter
 
 
-def test_the_base_of_a_kept_or_held_adapter_is_not_retired(repository, tmp_path):
-    _, settings, pair = base_and_adapter(repository)
-    for step in range(1, 4):  # versions 2, 3, 4; two are kept
-        pair = {name: tensor + 1 for name, tensor in pair.items()}
-        publish_adapter(repository, settings, pair, step=step)
+def test_a_base_is_stored_once_and_is_no_version(repository):
+    assert repository.put_base(BASE) == repository.put_base(BASE)
+    assert len(base_files(repository)) == 1
+    assert repository.latest() is None
+
+
+def test_the_base_of_a_kept_or_held_adapter_stays_and_others_go(repository, tmp_path):
+    publish_adapter(repository, base={name: tensor + 1 for name, tensor in BASE.items()})
     other = reopened(repository, tmp_path)
-    other.hold(2, owner="replica")
-    assert repository.retire() == []
-    other.release(2, owner="replica")
-    assert repository.retire() == [2]
-    assert repository.load(4)["q.weight"].shape == (4, 3)
+    other.hold(1, owner="replica")
+    for step in range(1, 3):  # versions 2 and 3; two are kept
+        publish_adapter(repository, {name: tensor + step for name, tensor in PAIR.items()}, step=step)
+    repository.retire()
+    assert torch.equal(other.load(1)["q.weight"], torch.full((4, 3), 6.0))
+    other.release(1, owner="replica")
+    assert repository.retire() == [1]
+    assert len(base_files(repository)) == 1
+    assert repository.load(3)["q.weight"].shape == (4, 3)
+
+
+def test_a_roll_back_to_an_adapter_serves_what_it_served(repository):
+    publish_adapter(repository)
+    publish_adapter(repository, {name: tensor + 1 for name, tensor in PAIR.items()}, step=1)
+    again = repository.republish(1, history_id="h1", at_s=1.0)
+    assert torch.equal(repository.load(again.policy_version)["q.weight"], torch.full((4, 3), 5.0))
 
 
 def test_a_damaged_base_is_found_when_an_adapter_is_loaded(repository, tmp_path):
-    base, settings, pair = base_and_adapter(repository)
-    manifest = publish_adapter(repository, settings, pair)
-    with tensor_file(base).open("r+b") as handle:
+    manifest = publish_adapter(repository)
+    (file,) = base_files(repository)
+    with file.open("r+b") as handle:
         handle.seek(-1, os.SEEK_END)
         handle.write(b"\x01")
-    with pytest.raises(WeightMismatch, match="version 1"):
+    with pytest.raises(WeightMismatch, match="under an adapter"):
         reopened(repository, tmp_path).load(manifest.policy_version)
 
 
-@pytest.mark.parametrize(
-    ("changes", "why"),
-    [
-        ({"base_digest": "other"}, "was made for weights with digest other"),
-        ({"base_version": 9}, "version 9 was never published"),
-    ],
-)
-def test_an_adapter_without_its_base_is_refused(repository, changes, why):
-    _, settings, pair = base_and_adapter(repository)
-    with pytest.raises(WeightError, match=why):
-        publish_adapter(repository, msgspec.structs.replace(settings, **changes), pair)
-    assert repository.latest().policy_version == 1
+def test_an_adapter_whose_base_is_gone_says_so(repository, tmp_path):
+    manifest = publish_adapter(repository)
+    base_files(repository)[0].unlink()
+    with pytest.raises(WeightError, match=r"not in .* any more"):
+        reopened(repository, tmp_path).load(manifest.policy_version)
 
 
-def test_an_adapter_on_an_adapter_is_refused(repository):
-    _, settings, pair = base_and_adapter(repository)
-    first = publish_adapter(repository, settings, pair)
-    stacked = msgspec.structs.replace(settings, base_version=first.policy_version, base_digest=first.digest)
-    with pytest.raises(WeightError, match="version 2 is an adapter itself, on version 1"):
-        publish_adapter(repository, stacked, pair, step=2)
+def test_an_adapter_without_its_base_is_not_published(repository):
+    with pytest.raises(WeightError, match="are not in the repository"):
+        publish_adapter(repository, base_digest="other")
+    assert repository.latest() is None
 
 
 @pytest.mark.parametrize(
@@ -382,7 +387,6 @@ def test_an_adapter_on_an_adapter_is_refused(repository):
     ],
 )
 def test_an_adapter_that_does_not_fit_its_base_is_refused_when_it_is_loaded(repository, pair, why):
-    _, settings, _ = base_and_adapter(repository)
-    manifest = publish_adapter(repository, settings, pair)
+    manifest = publish_adapter(repository, pair)
     with pytest.raises(WeightError, match=why):
         repository.load(manifest.policy_version)

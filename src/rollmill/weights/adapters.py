@@ -1,4 +1,4 @@
-"""Adapters: published low-rank differences to a base version, and the weights that both together are.
+"""Adapters: published low-rank differences to a base, and the weights that both together are.
 
 A publication with an adapter holds, for each adapted matrix `M.weight` [out, in] of the base, `M.lora_A.weight`
 [rank, in] and `M.lora_B.weight` [out, rank]; what is served is `M.weight + alpha / rank * B A`. Small to publish and to
@@ -26,7 +26,7 @@ def merged(
     """Return the base with its adapted matrices replaced, in the base's dtypes; all others are the base's own.
 
     Args:
-        base: name -> tensor of the base version.
+        base: name -> tensor of the whole weights.
         adapter: name -> tensor, as published.
 
     Raises:
@@ -35,7 +35,7 @@ def merged(
     Example:
         >>> base = {"q.weight": torch.zeros(2, 3)}
         >>> pair = {"q.lora_A.weight": torch.ones(1, 3), "q.lora_B.weight": torch.tensor([[1.0], [2.0]])}
-        >>> merged(base, pair, settings=Adapter(base_version=1, base_digest="d", rank=1, alpha=0.5))["q.weight"]
+        >>> merged(base, pair, settings=Adapter(base_digest="d", rank=1, alpha=0.5))["q.weight"]
         tensor([[0.5000, 0.5000, 0.5000],
                 [1.0000, 1.0000, 1.0000]])
     """
@@ -47,8 +47,8 @@ def merged(
         if weight is None or tuple(weight.shape) != (up.shape[0], down.shape[1]):
             have = "has no such weight" if weight is None else f"has {name} of shape {tuple(weight.shape)}"
             raise WeightError(
-                f"the adapter changes {name} by a matrix of {up.shape[0]} x {down.shape[1]}, and the base version "
-                f"{settings.base_version} {have}. The adapter belongs to another model"
+                f"the adapter changes {name} by a matrix of {up.shape[0]} x {down.shape[1]}, and its base {have}. The "
+                "adapter belongs to another model"
             )
         change = (up.float() @ down.float()).mul_(scale)
         out[name] = change.add_(weight).to(weight.dtype)

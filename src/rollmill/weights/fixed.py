@@ -116,6 +116,10 @@ class FixedModel:
         """Return that there is no room for a publication."""
         return False
 
+    def put_base(self, tensors: Mapping[str, torch.Tensor]) -> str:
+        """Refuse: the model is fixed."""
+        self._refuse()
+
     def prepare(
         self,
         tensors: Mapping[str, torch.Tensor],

@@ -43,6 +43,14 @@ class Publication(Protocol):
 class ModelRepository(Protocol):
     """Published weights with manifests. All methods block."""
 
+    def put_base(self, tensors: Mapping[str, torch.Tensor]) -> str:
+        """Store the whole weights that adapters will be added to; return their digest. Idempotent; no version appears.
+
+        Raises:
+            WeightError: if the space is full or nothing was given.
+        """
+        ...
+
     def prepare(
         self,
         tensors: Mapping[str, torch.Tensor],
@@ -61,7 +69,7 @@ class ModelRepository(Protocol):
 
         Raises:
             WeightError: if the space is full, nothing was given, another publication is under way, or the base of an
-                adapter is unknown or an adapter itself.
+                adapter was not stored.
         """
         ...
 
@@ -128,5 +136,5 @@ class ModelRepository(Protocol):
         ...
 
     def retire(self) -> Sequence[int]:
-        """Delete tensors of versions that are neither among the newest kept, nor held, nor a base of those."""
+        """Delete tensors of versions that are neither among the newest kept nor held, and unused bases; return them."""
         ...

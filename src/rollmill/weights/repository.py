@@ -20,6 +20,7 @@ import msgspec
 
 from rollmill.errors import InvariantViolation, RunDirectoryError, WeightError
 from rollmill.types import Adapter, Canary, WeightManifest
+from rollmill.weights.bases import base_path, load_base, put_base, retire_bases
 from rollmill.weights.files import PARTIAL_SUFFIX, fsync_directory, locked
 from rollmill.weights.holds import Holds
 from rollmill.weights.manifests import Manifests, in_words
@@ -87,7 +88,7 @@ class LocalModelRepository:
             ) from error
         self._manifests = Manifests(self._root / "manifests")
         self._holds = Holds(self._root / "holds")
-        self._base: tuple[int, Mapping[str, torch.Tensor]] | None = None
+        self._base: tuple[str, Mapping[str, torch.Tensor]] | None = None
 
     def publish(
         self,
@@ -117,6 +118,15 @@ class LocalModelRepository:
             adapter=adapter,
         ).commit(canary=canary)
 
+    def put_base(self, tensors: Mapping[str, torch.Tensor]) -> str:
+        """Store the whole weights that adapters will be added to; return their digest. Idempotent; no version appears.
+
+        Raises:
+            WeightError: if the space is full, tensors share memory, or nothing was given.
+        """
+        transport = self._transport_for(sum(tensor.numel() * tensor.element_size() for tensor in tensors.values()))
+        return put_base(self._folder(transport, make=True), tensors, durable=transport == "file")
+
     def prepare(
         self,
         tensors: Mapping[str, torch.Tensor],
@@ -137,15 +147,18 @@ class LocalModelRepository:
 
         Raises:
             WeightError: if the space is full, tensors share memory, nothing was given, another process publishes now,
-                or the base of an adapter cannot be one; no version appears then.
+                or the base of an adapter was not stored; no version appears then.
         """
-        if adapter is not None:
-            self._check_base(adapter)
         with contextlib.ExitStack() as held:
             held.enter_context(self._publishing())
             self._remove_leftovers()
             version = max(self._manifests.versions(), default=0) + 1
             transport = self._transport_for(sum(tensor.numel() * tensor.element_size() for tensor in tensors.values()))
+            if adapter is not None and not base_path(self._folder(transport), adapter.base_digest).exists():
+                raise WeightError(
+                    f"the weights with digest {adapter.base_digest[:16]}... under this adapter are not in the "
+                    "repository. Store them with `put_base` first. Nothing was published"
+                )
             final = self._folder(transport, make=True) / f"v{version:06d}.safetensors"
             partial = final.with_name(final.name + PARTIAL_SUFFIX)
             handle = held.enter_context(self._open_partial(partial, transport=transport))
@@ -178,19 +191,6 @@ class LocalModelRepository:
                 held=held.pop_all(),
             )
         raise InvariantViolation("unreachable: nothing in this block swallows an exception")
-
-    def _check_base(self, adapter: Adapter) -> None:
-        base = self._manifests.read(adapter.base_version)
-        if base.adapter is not None:
-            raise WeightError(
-                f"version {adapter.base_version} is an adapter itself, on version {base.adapter.base_version}: an "
-                "adapter is added to whole weights. Name those as its base"
-            )
-        if base.digest != adapter.base_digest:
-            raise WeightError(
-                f"the adapter was made for weights with digest {adapter.base_digest[:16]}..., and version "
-                f"{adapter.base_version} has {base.digest[:16]}.... Publish its base first"
-            )
 
     def _open_partial(self, partial: Path, *, transport: str) -> io.FileIO:
         """Return the file that a publication is written to: in shared memory a retired one, where there is one."""
@@ -334,13 +334,13 @@ class LocalModelRepository:
             return self._load_stored(manifest)
         from rollmill.weights.adapters import merged
 
-        stored, base = self._load_stored(manifest), self._load_base(manifest.adapter)
+        stored, base = self._load_stored(manifest), self._load_base(manifest, manifest.adapter)
         return merged(base, stored, settings=manifest.adapter)
 
-    def _load_base(self, adapter: Adapter) -> Mapping[str, torch.Tensor]:
-        """Return the weights under an adapter, read and verified once: every version of a run has the same base."""
-        if self._base is None or self._base[0] != adapter.base_version:
-            self._base = adapter.base_version, self._load_stored(self._manifests.read(adapter.base_version))
+    def _load_base(self, manifest: WeightManifest, adapter: Adapter) -> Mapping[str, torch.Tensor]:
+        """Return the weights under an adapter, read and verified once: all versions of a run have the same ones."""
+        if self._base is None or self._base[0] != adapter.base_digest:
+            self._base = adapter.base_digest, load_base(self._folder(manifest.transport), adapter)
         return self._base[1]
 
     def _load_stored(self, manifest: WeightManifest) -> dict[str, torch.Tensor]:
@@ -366,10 +366,10 @@ class LocalModelRepository:
         Raises:
             WeightError: if the version is unknown or its tensors are gone.
         """
+        manifest = self._manifests.read(policy_version)
         with self._locked():
-            for version in self._with_bases([policy_version]):
-                if not self._tensor_path(self._manifests.read(version)).exists():
-                    raise self._gone(version)
+            if not self._tensor_path(manifest).exists():
+                raise self._gone(policy_version)
             self._holds.add(policy_version, owner=owner)
 
     def release(self, policy_version: int, *, owner: str) -> None:
@@ -383,9 +383,12 @@ class LocalModelRepository:
             return self._holds.living()
 
     def retire(self) -> Sequence[int]:
-        """Delete tensors of versions that are neither among the newest kept, nor held, nor a base; return them."""
+        """Delete tensors of versions that are neither among the newest kept, nor held; return them.
+
+        Bases that none of those is an adapter on go too.
+        """
         with self._locked():
-            kept = self._with_bases([*self._manifests.versions()[-self._keep :], *self._holds.living()])
+            kept = {*self._manifests.versions()[-self._keep :], *self._holds.living()}
             retired: list[int] = []
             for version in self._manifests.versions():
                 path = self._tensor_path(self._manifests.read(version))
@@ -395,11 +398,14 @@ class LocalModelRepository:
                     else:
                         path.unlink()
                     retired.append(version)
+            self._retire_bases(kept)
             return retired
 
-    def _with_bases(self, versions: Sequence[int]) -> set[int]:
-        adapters = (self._manifests.read(version).adapter for version in versions)
-        return {*versions, *(adapter.base_version for adapter in adapters if adapter is not None)}
+    def _retire_bases(self, kept: set[int]) -> None:
+        adapters = (self._manifests.read(version).adapter for version in kept)
+        bases = {adapter.base_digest for adapter in adapters if adapter is not None}
+        for transport in ("file", "shm"):
+            retire_bases(self._folder(transport), kept=bases)
 
     def _locked(self) -> contextlib.AbstractContextManager[None]:
         return locked(self._root / "holds.lock")
