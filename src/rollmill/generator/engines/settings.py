@@ -1,0 +1,207 @@
+"""One configuration for all engines, mapped to the flags of each.
+
+Pure: settings and a few facts of the model in, arguments and environment variables out. Which engine obeys which
+setting stands in `rollmill.config.engines`; this module maps those that an external engine obeys to its own words.
+The embedded engine takes its settings as constructor arguments.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import msgspec
+
+from rollmill.config.derive import BYTES_OF
+from rollmill.config.precision import resolve_dtype
+from rollmill.config.schema import GeneratorSettings
+from rollmill.errors import ConfigError, ModelError
+
+Device = Literal["cpu", "cuda"]
+
+TRANSPORT = "rollmill_file"
+"""Name of the weight transport that the plugin registers in the server."""
+
+SCORING_SEATS = 1
+"""Sequences beyond `max_num_seqs` that the server is told to run: a score must not wait for a rollout to end."""
+
+CPU_BLOCK_TOKENS = 32
+"""KV block on a CPU. The server's own default of 128 would keep short prompts from sharing anything."""
+
+_KV_BYTES = {"bfloat16": 2, "fp8": 1}
+
+
+class KvShape(msgspec.Struct, frozen=True, kw_only=True):
+    """What decides the size of keys and values of one token."""
+
+    layers: int
+    kv_heads: int
+    head_dim: int
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any], *, where: str) -> KvShape:
+        """Return the shape that a model's `config.json` says.
+
+        Raises:
+            ModelError: if it does not say it.
+        """
+        try:
+            heads = int(config["num_attention_heads"])
+            return cls(
+                layers=int(config["num_hidden_layers"]),
+                kv_heads=int(config.get("num_key_value_heads") or heads),
+                head_dim=int(config.get("head_dim") or int(config["hidden_size"]) // heads),
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise ModelError(
+                f"{where} does not say how large keys and values are ({error!r}); give a decoder-only model with a "
+                "plain configuration, or set generator.kv_cache_memory_bytes"
+            ) from error
+
+    def bytes_per_token(self, *, dtype_bytes: int) -> int:
+        """Return bytes of keys and values of one token in all layers.
+
+        Example:
+            >>> KvShape(layers=30, kv_heads=3, head_dim=64).bytes_per_token(dtype_bytes=4)
+            46080
+        """
+        return 2 * self.layers * self.kv_heads * self.head_dim * dtype_bytes
+
+
+def vllm_arguments(
+    settings: GeneratorSettings, *, model: str, socket: str, device: Device, kv: KvShape | None
+) -> list[str]:
+    """Return the arguments of a vLLM server that obeys these settings.
+
+    Args:
+        settings: checked; see `rollmill.config.engines` for what is refused.
+        model: folder of the model; its weights are not read, they come through the weight transport.
+        socket: path of the Unix socket to listen on.
+        device: what the server's build computes on.
+        kv: of the model; needed where keys and values are sized here: on a CPU, without `kv_cache_memory_bytes`.
+
+    Raises:
+        ConfigError: if `generator.vllm.arguments` sets what is set here.
+
+    Example:
+        >>> shape = KvShape(layers=2, kv_heads=1, head_dim=32)
+        >>> arguments = vllm_arguments(
+        ...     GeneratorSettings(max_num_seqs=7, max_model_len=64, dtype="float32"),
+        ...     model="/m", socket="/s", device="cpu", kv=shape,
+        ... )
+        >>> arguments[arguments.index("--max-num-seqs") + 1]
+        '8'
+        >>> arguments[arguments.index("--kv-cache-memory-bytes") + 1]  # (8 * 2 + 1) blocks * 32 tokens * 512 bytes
+        '278528'
+    """
+    valued: dict[str, str | int | float] = {
+        "--model": model,
+        "--uds": socket,
+        "--load-format": "dummy",
+        "--dtype": resolve_dtype(settings.dtype),
+        "--max-model-len": settings.max_model_len,
+        "--max-num-seqs": settings.max_num_seqs + SCORING_SEATS,
+        "--kv-cache-dtype": settings.kv_cache_dtype,
+        "--tensor-parallel-size": settings.tensor_parallel_size,
+        "--data-parallel-size": settings.data_parallel_size,
+        # The default is the log-prob before temperature and filters, which is not that of the behaviour policy.
+        "--logprobs-mode": "processed_logprobs",
+        "--weight-transfer-config": json.dumps({"backend": TRANSPORT}),
+        # A score comes first, whatever waits; all else is in order of arrival.
+        "--scheduling-policy": "priority",
+        # Sampling parameters come with the request, never from a file beside the model.
+        "--generation-config": "vllm",
+        "--uvicorn-log-level": "warning",
+    }
+    if settings.max_num_batched_tokens is not None:
+        valued["--max-num-batched-tokens"] = settings.max_num_batched_tokens
+    if device == "cuda":
+        valued["--gpu-memory-utilization"] = settings.gpu_memory_utilization
+    else:
+        valued["--block-size"] = CPU_BLOCK_TOKENS
+    kv_bytes = _kv_bytes(settings, device=device, kv=kv)
+    if kv_bytes is not None:
+        valued["--kv-cache-memory-bytes"] = kv_bytes
+    eager = settings.vllm.enforce_eager
+    switches = {
+        "--tokens-only": True,
+        "--enable-prompt-tokens-details": True,
+        "--enforce-eager": device == "cpu" if eager is None else eager,
+        "--enable-expert-parallel": settings.enable_expert_parallel,
+        "--enable-prefix-caching": settings.enable_prefix_caching,
+        "--no-enable-prefix-caching": not settings.enable_prefix_caching,
+    }
+    _refuse_taken(settings.vllm.arguments, taken={*valued, *switches, *_KEPT_BACK})
+    flags = [text for name, value in valued.items() for text in (name, str(value))]
+    return [*flags, *(name for name, on in switches.items() if on), *settings.vllm.arguments]
+
+
+def vllm_environment(settings: GeneratorSettings, *, base: Mapping[str, str], plugin: str) -> dict[str, str]:
+    """Return the environment variables of a vLLM server.
+
+    Args:
+        base: variables to start from; what would lead its Python to other packages than its own is left out.
+        plugin: folder that holds the transport's plugin.
+    """
+    kept = {name: value for name, value in base.items() if not name.startswith(("PYTHON", "VIRTUAL_ENV", "VLLM_"))}
+    threads = str(settings.threads)
+    return {
+        **kept,
+        "PYTHONPATH": plugin,
+        "PYTHONUNBUFFERED": "1",
+        "OMP_NUM_THREADS": threads,
+        "MKL_NUM_THREADS": threads,
+        # Waiting threads that spin take the cores that the trainer computes on.
+        "OMP_WAIT_POLICY": "passive",
+        "GOMP_SPINCOUNT": "0",
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_OFFLINE": "1",
+        # The routes of pause and of the weight transfer; the socket lies in a folder of ours alone.
+        "VLLM_SERVER_DEV_MODE": "1",
+        "VLLM_PLUGINS": TRANSPORT,
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_NO_USAGE_STATS": "1",
+    }
+
+
+_KEPT_BACK = frozenset(
+    {
+        "--host",
+        "--port",
+        "--api-key",
+        "--served-model-name",
+        "--tokenizer",
+        "--skip-tokenizer-init",
+        "--enable-scale-out",
+        "--worker-extension-cls",
+    }
+)
+"""Arguments that would break what Rollmill relies on."""
+
+
+def _kv_bytes(settings: GeneratorSettings, *, device: Device, kv: KvShape | None) -> int | None:
+    if settings.kv_cache_memory_bytes is not None:
+        return settings.kv_cache_memory_bytes
+    if device == "cuda":
+        return None  # what gpu_memory_utilization leaves
+    if kv is None:
+        raise ConfigError(
+            "the model does not say how large its keys and values are, so that a CPU server cannot be given the right "
+            "memory for them. Set generator.kv_cache_memory_bytes."
+        )
+    dtype_bytes = _KV_BYTES.get(settings.kv_cache_dtype, BYTES_OF[resolve_dtype(settings.dtype)])
+    blocks_each = -(-settings.max_model_len // CPU_BLOCK_TOKENS)
+    # One more block: the server keeps one that holds nothing.
+    blocks = (settings.max_num_seqs + SCORING_SEATS) * blocks_each + 1
+    return blocks * CPU_BLOCK_TOKENS * kv.bytes_per_token(dtype_bytes=dtype_bytes)
+
+
+def _refuse_taken(arguments: tuple[str, ...], *, taken: set[str]) -> None:
+    for argument in arguments:
+        name = argument.partition("=")[0].replace("_", "-")
+        if name in taken:
+            raise ConfigError(
+                f"generator.vllm.arguments holds {argument!r}, which Rollmill sets itself: the configuration names "
+                "each setting once, for all engines. Leave it out, and see `rollmill config explain generator`."
+            )
