@@ -37,7 +37,7 @@ def _law_options(command: Any) -> Any:
     return command
 
 
-@click.command("autoscale", context_settings={"ignore_unknown_options": False})
+@click.command("autoscale")
 @click.option(
     "--replicas-file",
     required=True,
