@@ -13,8 +13,8 @@ import msgspec
 
 from rollmill.clock import Clock, SystemClock
 from rollmill.config.precision import resolve_dtype
-from rollmill.config.schema import LimitSettings
-from rollmill.errors import EngineDead, EngineError, ModelError
+from rollmill.config.schema import GeneratorSettings, LimitSettings
+from rollmill.errors import EngineDead, EngineError, MissingExtraError, ModelError
 from rollmill.generator.engines.fake import FakeEngine
 from rollmill.generator.engines.protocol import Engine, KvPolicy
 from rollmill.generator.loading import Replica
@@ -58,7 +58,7 @@ class Face(Protocol):
         ...
 
 
-EngineKind = Literal["embedded", "fake"]
+EngineKind = Literal["embedded", "vllm", "fake"]
 
 
 def build_engine(
@@ -75,12 +75,14 @@ def build_engine(
     digest: str,
     clock: Clock,
     model: ServedModel | None = None,
+    settings: GeneratorSettings | None = None,
+    log: Path | None = None,
 ) -> Engine:
     """Return an engine that serves these weights.
 
     Args:
         path: local Hugging Face directory; only its configuration is read.
-        kind: `embedded` or `fake`.
+        kind: `embedded`, `vllm` or `fake`.
         dtype: `auto`, `float32` or `bfloat16`.
         kernels: whether compiled kernels multiply with the weights: `auto`, `native` or `torch`.
         threads: torch threads of this process.
@@ -91,12 +93,29 @@ def build_engine(
         digest: their digest.
         clock: stamps, deadlines and the seconds ledger.
         model: of `embedded`, if it was made before and holds these weights.
+        settings: of `vllm`: all that is not said above; defaults if `None`.
+        log: of `vllm`: file for what its server prints; in a folder that goes with the server if `None`.
 
     Raises:
         ModelError: if the architecture cannot be served.
         WeightError: if the tensors do not fit it.
-        ConfigError: if the dtype is unknown.
+        ConfigError: if the dtype is unknown, or a setting cannot be used.
+        MissingExtraError: if the engine's packages or its environment are missing.
+        EngineError: if the engine's server does not start.
     """
+    if kind == "vllm":
+        said = {"engine": kind, "dtype": dtype, "threads": threads}
+        said |= {"max_num_seqs": max_num_seqs, "max_model_len": max_model_len}
+        settings = (GeneratorSettings() if settings is None else settings).model_copy(update=said)
+        return _start_vllm()(
+            path,
+            settings=settings,
+            tensors=tensors,
+            policy_version=policy_version,
+            digest=digest,
+            clock=clock,
+            log=log,
+        )
     if kind == "fake":
         return FakeEngine(
             clock=clock,
@@ -123,6 +142,16 @@ def build_engine(
         clock=clock,
         model=model,
     )
+
+
+def _start_vllm() -> Callable[..., Engine]:
+    try:
+        from rollmill.generator.engines.vllm.engine import start_vllm
+    except ModuleNotFoundError as error:
+        raise MissingExtraError(
+            package=error.name or "httpx2", purpose='generator.engine "vllm"', extra="vllm"
+        ) from error
+    return start_vllm
 
 
 async def serve(

@@ -78,6 +78,8 @@ def run_generator(context: ProcessContext) -> None:
         digest=manifest.digest,
         clock=clock,
         model=model,
+        settings=config.generator,
+        log=layout.log(f"{context.name}.vllm"),
     )
     # The engine has its copy; the mapping would keep the first version's memory for the whole run.
     del tensors, model

@@ -241,6 +241,7 @@ def _engine(config: RollmillConfig, *, path: Path, repository: ModelRepository, 
         policy_version=manifest.policy_version,
         digest=manifest.digest,
         clock=clock,
+        settings=settings,
     )
 
 
