@@ -234,8 +234,9 @@ class InferenceService:
         return turn
 
     async def abort(self, request_id: str) -> bool:
-        """Abort exactly this request with all its siblings; return whether it was there."""
-        parts = self._siblings.get(request_id, ())
+        """Abort exactly this request with all its siblings, or this one sibling; return whether it was there."""
+        one = (request_id,) if request_id in self._names else ()
+        parts = self._siblings.get(request_id, one)
         return any([await self.replica.engine.abort(part) for part in parts])
 
     async def score(self, token_ids: np.ndarray) -> tuple[np.ndarray, int]:
