@@ -12,12 +12,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Protocol
 
 import numpy as np
 
 import rollmill
 from rollmill.clock import Clock, SystemClock
+from rollmill.config.schema import LimitSettings
 from rollmill.errors import RollmillError, Unauthenticated
 from rollmill.generator.http.answers import Answer, ChatAnswer, CompletionAnswer, TokenAnswer
 from rollmill.generator.http.asgi import ClientLeft, Exchange, HttpLimits, Receive, Scope, Send
@@ -25,11 +25,11 @@ from rollmill.generator.http.bodies import AbortBody, ChatRequest, CompletionReq
 from rollmill.generator.http.openapi import openapi
 from rollmill.generator.http.plan import ID_HEADER, Call, Facts, Plan, plan_of, prompts_of
 from rollmill.generator.http.problems import RequestProblem, not_found
+from rollmill.generator.http.protocol import Inference, Metrics
 from rollmill.generator.http.replies import AbortReply, Health, ModelCard, ModelList, Sample, Version
 from rollmill.generator.http.sampling import Sampler, why_cut
 from rollmill.generator.http.stream import DONE, Events, event, stream
 from rollmill.generator.security import admits
-from rollmill.generator.service import InferenceService
 from rollmill.generator.state import ReplicaState
 from rollmill.generator.wire import Prompt
 
@@ -41,14 +41,6 @@ METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 Handler = Callable[[Exchange], Awaitable[None]]
 
 
-class Metrics(Protocol):
-    """What is known of a replica, in Prometheus' text form."""
-
-    def render(self) -> bytes:
-        """Return the page."""
-        ...
-
-
 class HttpApp:
     """ASGI application of one replica.
 
@@ -56,21 +48,24 @@ class HttpApp:
         service: what is served.
         token: that callers must give as `Authorization: Bearer TOKEN`, for all but /health; `None` asks for none.
         metrics: what `/metrics` shows.
-        limits: bounds of HTTP; those of requests are the service's.
+        limits: of requests and streams; the service's if `None`.
+        bounds: that only HTTP needs.
         clock: says when a reply was made.
     """
 
     def __init__(
         self,
-        service: InferenceService,
+        service: Inference,
         *,
         token: str | None = None,
         metrics: Metrics | None = None,
-        limits: HttpLimits | None = None,
+        limits: LimitSettings | None = None,
+        bounds: HttpLimits | None = None,
         clock: Clock | None = None,
     ) -> None:
         self._service, self._token, self._metrics = service, token, metrics
-        self._limits = HttpLimits() if limits is None else limits
+        self._limits = service.limits if limits is None else limits
+        self._bounds = HttpLimits() if bounds is None else bounds
         self._clock = SystemClock() if clock is None else clock
         self._started = int(self._clock.wall_s())
         self._calls: dict[str, tuple[str, ...]] = {}
@@ -91,6 +86,8 @@ class HttpApp:
         if scope["type"] != "http":
             raise RuntimeError(f"only HTTP is served, not {scope['type']}")
         exchange = Exchange(scope, receive, send)
+        if ID_HEADER in exchange.headers:
+            exchange.always[ID_HEADER] = exchange.headers[ID_HEADER]
         try:
             await self._route(exchange)(exchange)
         except ClientLeft:
@@ -127,9 +124,9 @@ class HttpApp:
     # -- what a replica says of itself
 
     async def _health(self, exchange: Exchange) -> None:
-        standing = self._service.replica.standing
-        serving = standing.state is ReplicaState.SERVING
-        health = Health(status=standing.state.value, reason=standing.reason)
+        status = self._service.status()
+        serving = status.state is ReplicaState.SERVING
+        health = Health(status=status.state.value, reason=status.reason)
         await exchange.answer_json(health, status=200 if serving else 503)
 
     async def _version(self, exchange: Exchange) -> None:
@@ -152,9 +149,9 @@ class HttpApp:
         await exchange.answer_json(self._card(name))
 
     def _card(self, name: str) -> ModelCard:
-        info = self._service.replica.engine.info()
+        status = self._service.status()
         return ModelCard(
-            id=name, created=self._started, max_model_len=info.max_model_len, policy_version=info.policy_version
+            id=name, created=self._started, max_model_len=status.max_model_len, policy_version=status.policy_version
         )
 
     # -- what it samples
@@ -178,8 +175,7 @@ class HttpApp:
         return any([await self._service.abort(part) for part in parts])
 
     async def _body(self, exchange: Exchange) -> bytes:
-        max_bytes = self._service.limits.max_body_bytes
-        return await exchange.body(max_bytes=max_bytes, deadline_s=self._limits.body_s)
+        return await exchange.body(max_bytes=self._limits.max_body_bytes, deadline_s=self._bounds.body_s)
 
     async def _sample(
         self,
@@ -192,6 +188,7 @@ class HttpApp:
         service.check_model(call.model or "")
         prompts = [await self._ids(prompt) for prompt in prompts_of(call)]
         plan = plan_of(call, prompts=prompts, headers=exchange.headers, facts=self._facts())
+        exchange.always[ID_HEADER] = plan.request_id
         answer = kind(
             plan,
             model=call.model or service.models[0],
@@ -210,11 +207,10 @@ class HttpApp:
     async def _whole(self, exchange: Exchange, plan: Plan, *, answer: Answer) -> None:
         sampler = Sampler(self._service, plan, wants_text=answer.wants_text)
         samples = await exchange.unless_gone(self._run(sampler, plan, answer=answer))
-        await exchange.answer_json(answer.whole(samples), headers={ID_HEADER: plan.request_id})
+        await exchange.answer_json(answer.whole(samples))
 
     async def _stream(self, exchange: Exchange, plan: Plan, *, answer: Answer) -> None:
-        limits = self._service.limits
-        events = Events(limit=limits.stream_events)
+        events = Events(limit=self._limits.stream_events)
         sampler = Sampler(self._service, plan, wants_text=answer.wants_text, hearer=_Heard(answer, events=events))
 
         async def produce() -> None:
@@ -223,10 +219,7 @@ class HttpApp:
                 events.put(event(answer.closing(samples)))
             events.put(DONE)
 
-        headers = {ID_HEADER: plan.request_id}
-        error = await stream(
-            exchange, events, produce=produce, request_id=plan.request_id, headers=headers, limits=limits
-        )
+        error = await stream(exchange, events, produce=produce, request_id=plan.request_id, limits=self._limits)
         if error is not None:
             await self._service.take_note(error)
             _log.warning("the stream of request %s ended early: %s", plan.request_id, error)
@@ -251,8 +244,8 @@ class HttpApp:
     def _facts(self) -> Facts:
         service = self._service
         return Facts(
-            max_model_len=service.replica.engine.info().max_model_len,
-            max_new_tokens=service.limits.max_new_tokens,
+            max_model_len=service.status().max_model_len,
+            max_new_tokens=self._limits.max_new_tokens,
             stop_token_ids=() if service.codec is None else tuple(service.codec.stop_token_ids),
             has_tokenizer=service.codec is not None,
         )

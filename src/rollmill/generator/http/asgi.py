@@ -53,6 +53,7 @@ class Exchange:
     Attributes:
         method, path: what is asked.
         headers: names in lower case; of several with one name the last.
+        always: headers of every answer.
         started: whether the head of the answer was sent.
     """
 
@@ -60,6 +61,7 @@ class Exchange:
         self.method: str = scope["method"]
         self.path: str = scope["path"]
         self.headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+        self.always: dict[str, str] = {}
         self.started = False
         self._abort: Callable[[], None] | None = (scope.get("state") or {}).get(ABORT_KEY)
         self._receive, self._send = receive, send
@@ -155,8 +157,13 @@ class Exchange:
 
     async def _head(self, status: int, *, kind: str, headers: dict[str, str]) -> None:
         self.started = True
-        fields = {"content-type": kind, **headers}
-        raw = [(name.encode("latin-1"), value.encode("latin-1", "replace")) for name, value in fields.items()]
+        fields = {"content-type": kind, **self.always, **headers}
+        # What callers named may hold anything; a header holds one line of ASCII.
+        raw = [
+            (name.encode("ascii"), value.strip().encode("ascii", "replace"))
+            for name, value in fields.items()
+            if value.strip().isprintable()
+        ]
         await self._send({"type": "http.response.start", "status": status, "headers": raw})
 
     def _too_large(self, size: int, *, max_bytes: int) -> RequestProblem:

@@ -89,7 +89,6 @@ class _Sampling(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     min_p: float | None = None
     min_tokens: int | None = None
     logit_bias: dict[str, float] | None = None
-    skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
 
 
@@ -121,6 +120,7 @@ class _OpenAi(_Sampling, kw_only=True):
     deadline_s: float | None = None
     job: str | None = None
     priority: int | None = None
+    skip_special_tokens: bool | None = None
     user: str | None = None
     metadata: dict[str, Any] | None = None
     service_tier: Literal["auto", "default"] | None = None
@@ -184,12 +184,13 @@ class TokenSampling(_Sampling, kw_only=True):
     Attributes:
         max_tokens: all that the context leaves if left out.
         logprobs: 0 or 1: that of every sampled token; the engine records no alternatives.
-        detokenize, spaces_between_special_tokens: taken; ids go out, not text.
+        detokenize, skip_special_tokens, spaces_between_special_tokens: taken; ids go out, not text.
     """
 
     logprobs: Annotated[int, msgspec.Meta(ge=0, le=1)] | None = None
     prompt_logprobs: int | None = None
     detokenize: bool | None = None
+    skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
 
 
@@ -230,7 +231,7 @@ class AbortBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 B = TypeVar("B", ChatRequest, CompletionRequest, TokenRequest, AbortBody)
 
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
+NEUTRAL: dict[str, tuple[Any, ...]] = {
     "priority": (None, 0),
     "frequency_penalty": (None, 0),
     "presence_penalty": (None, 0),
@@ -239,6 +240,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "min_tokens": (None, 0),
     "logit_bias": (None, {}),
     "include_stop_str_in_output": (None, False),
+    "skip_special_tokens": (None, True),
     "store": (None, False),
     "top_logprobs": (None, 0),
     "tools": (None, []),
@@ -261,6 +263,8 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "kv_transfer_params": (None, {}),
 }
 """Fields that are taken only with these values, which change nothing."""
+_OF_TEXT = frozenset({"skip_special_tokens"})
+"""Among them those that mean nothing where no text goes out."""
 _WHY: dict[str, str] = {
     "top_logprobs": "the engine records the log-probability of the sampled token alone; set logprobs, and leave "
     "top_logprobs out",
@@ -320,12 +324,25 @@ def _problem_of(text: str) -> RequestProblem:
 
 def _refuse_what_is_not_neutral(call: Any) -> None:
     for name in call.__struct_fields__:
-        allowed, value = _NEUTRAL.get(name), getattr(call, name)
-        if allowed is not None and value not in allowed:
-            takes = " or ".join(repr(one) for one in allowed if one is not None) or "null"
-            because = _WHY.get(name, "this server cannot do it")
-            raise RequestProblem(
-                f"'{name}' is not supported: {because}. Only {takes} is taken", param=name, code="unsupported_parameter"
-            )
+        allowed, value = NEUTRAL.get(name), getattr(call, name)
+        if allowed is None or value in allowed or (isinstance(call, TokenSampling) and name in _OF_TEXT):
+            continue
+        raise RequestProblem(
+            f"'{name}' is not supported: {_WHY.get(name, 'this server cannot do it')}. Only {neutral_values(name)} is "
+            "taken",
+            param=name,
+            code="unsupported_parameter",
+        )
     if isinstance(call, TokenRequest):
         _refuse_what_is_not_neutral(call.sampling_params)
+
+
+def neutral_values(name: str) -> str:
+    """Return the values that a field of `NEUTRAL` may have, in words.
+
+    Example:
+        >>> neutral_values("tool_choice")
+        '"none" or "auto"'
+    """
+    values = [msgspec.json.encode(value).decode() for value in NEUTRAL[name] if value is not None]
+    return " or ".join(values) or "null"

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 from typing import Any
 
 import msgspec
 
 import rollmill
+from rollmill.generator.http import bodies, problems, replies
 from rollmill.generator.http.bodies import AbortBody, ChatRequest, CompletionRequest, TokenRequest
 from rollmill.generator.http.problems import ErrorReply
 from rollmill.generator.http.replies import (
@@ -24,11 +26,12 @@ from rollmill.generator.http.replies import (
 )
 from rollmill.generator.statuses import STATUSES
 
+_FIELD = re.compile(r" {4}(?P<names>\w[\w, ]*): (?P<text>.*)")
 _REF = "#/components/schemas/{name}"
 _ERRORS_OF_HTTP = {
-    404: "a model or a path that is not served here",
+    404: "a path that nobody answers",
     405: "another method than the path answers",
-    408: "the body did not come in time, or the reader of a stream fell behind",
+    408: "the body did not come in time",
     413: "the body is larger than `generator.limits.max_body_bytes`",
 }
 
@@ -123,7 +126,7 @@ def openapi() -> dict[str, Any]:
         },
         "paths": paths,
         "components": {
-            "schemas": {name: _with_whole_description(name, schema) for name, schema in schemas.items()},
+            "schemas": {name: _explained(name, schema) for name, schema in schemas.items()},
             "securitySchemes": {"token": {"type": "http", "scheme": "bearer"}},
         },
     }
@@ -169,6 +172,36 @@ def _ref(kind: type[msgspec.Struct] | None) -> dict[str, str]:
     return {} if kind is None else {"$ref": _REF.format(name=kind.__name__)}
 
 
-def _with_whole_description(name: str, schema: dict[str, Any]) -> dict[str, Any]:
-    description = schema.get("description")
-    return schema if description is None else {**schema, "description": inspect.cleandoc(description)}
+def _explained(name: str, schema: dict[str, Any]) -> dict[str, Any]:
+    """Return a schema whose fields say what the docstrings of their record, and of those it extends, say of them."""
+    kind = vars(bodies).get(name) or vars(replies).get(name) or vars(problems)[name]
+    parts = [_parts_of(inspect.cleandoc(one.__doc__ or "")) for one in reversed(kind.__mro__)]
+    said = {field: f"only {bodies.neutral_values(field)}" for field in bodies.NEUTRAL}
+    said |= {field: text for _, fields in parts for field, text in fields.items()}
+    explained = {**schema, "description": parts[-1][0]}
+    if "properties" in schema:
+        explained["properties"] = {
+            field: {**described, "description": said[field]} if field in said else described
+            for field, described in schema["properties"].items()
+        }
+    return explained
+
+
+def _parts_of(docstring: str) -> tuple[str, dict[str, str]]:
+    """Return the text of a docstring in front of its attributes, and what it says of each.
+
+    Example:
+        >>> _parts_of("A point.\\n\\nAttributes:\\n    x, y: where it\\n        is.")
+        ('A point.', {'x': 'where it is.', 'y': 'where it is.'})
+    """
+    summary, _, rest = docstring.partition("\nAttributes:\n")
+    fields: dict[str, str] = {}
+    names: list[str] = []
+    for line in rest.splitlines():
+        named = _FIELD.match(line)
+        if named is not None:
+            names = [name.strip() for name in named["names"].split(",")]
+            fields |= dict.fromkeys(names, named["text"])
+        else:
+            fields |= {name: f"{fields[name]} {line.strip()}" for name in names}
+    return summary.strip(), fields

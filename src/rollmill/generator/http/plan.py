@@ -94,9 +94,11 @@ def plan_of(call: Call, *, prompts: Sequence[np.ndarray], headers: Mapping[str, 
         facts: of the replica.
 
     Raises:
-        RequestProblem: if settings contradict each other, or need a tokenizer that is not there.
+        RequestProblem: if a prompt leaves no room for an answer, settings contradict each other, or need a tokenizer
+            that is not there.
     """
     settings = call.sampling_params if isinstance(call, TokenRequest) else call
+    _check_room(call, prompts=prompts, facts=facts)
     request_id = _request_id(call, headers=headers)
     deadline_s = _deadline_s(call, headers=headers)
     stops = _stops(settings.stop, facts=facts)
@@ -123,6 +125,18 @@ def plan_of(call: Call, *, prompts: Sequence[np.ndarray], headers: Mapping[str, 
         stream=bool(call.stream),
         include_usage=bool(call.stream_options is not None and call.stream_options.include_usage),
     )
+
+
+def _check_room(call: Call, *, prompts: Sequence[np.ndarray], facts: Facts) -> None:
+    longest = max(map(len, prompts))
+    if longest >= facts.max_model_len:
+        param = {ChatRequest: "messages", CompletionRequest: "prompt", TokenRequest: "token_ids"}[type(call)]
+        raise RequestProblem(
+            f"the prompt has {longest} tokens, and max_model_len {facts.max_model_len} leaves no room for an answer; "
+            "raise generator.max_model_len or shorten the prompt",
+            param=param,
+            code="context_length_exceeded",
+        )
 
 
 def _sampling(call: Call, *, prompt_tokens: int, facts: Facts) -> SamplingParams:
@@ -154,8 +168,7 @@ def _max_new_tokens(call: Call, *, prompt_tokens: int, facts: Facts) -> int:
         asked = COMPLETION_TOKENS
     if asked is not None:
         return asked
-    # A prompt that leaves no room is the engine's to refuse: 1 is what it needs to see it.
-    room = max(facts.max_model_len - prompt_tokens, 1)
+    room = facts.max_model_len - prompt_tokens
     return room if facts.max_new_tokens is None else min(room, facts.max_new_tokens)
 
 

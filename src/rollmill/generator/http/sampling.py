@@ -14,10 +14,10 @@ from typing import Protocol
 
 from rollmill.errors import DeadlineExceeded, NotServing, RequestAborted, RollmillError
 from rollmill.generator.http.plan import Plan
+from rollmill.generator.http.protocol import Inference
 from rollmill.generator.http.replies import Sample, finish_reason_of, spans_until
 from rollmill.generator.http.text import Decode, ReplyText
-from rollmill.generator.service import InferenceService
-from rollmill.generator.state import refusal
+from rollmill.generator.state import Standing, refusal
 from rollmill.generator.wire import sibling_id
 from rollmill.types import StopReason, TokenChunk, Turn
 
@@ -44,9 +44,7 @@ class Sampler:
         hearer: hears samples as they grow.
     """
 
-    def __init__(
-        self, service: InferenceService, plan: Plan, *, wants_text: bool, hearer: Hearer | None = None
-    ) -> None:
+    def __init__(self, service: Inference, plan: Plan, *, wants_text: bool, hearer: Hearer | None = None) -> None:
         self._service, self._plan, self._hearer = service, plan, hearer
         self._decode: Decode | None = service.codec.decode if wants_text and service.codec is not None else None
         self._growing: dict[int, _Growing] = {}
@@ -108,7 +106,7 @@ class Sampler:
             self._tasks.create_task(self._abort(part), name=f"stop {part}")
 
     async def _abort(self, part: str) -> None:
-        await self._service.replica.engine.abort(part)
+        await self._service.abort(part)
 
     def _end(self, index: int, turn: Turn) -> Sample:
         growing = self._growing.pop(index, None)
@@ -184,7 +182,7 @@ class _Listener:
         self.samples[index] = self._sampler._end(self._first + index, turn)
 
 
-def why_cut(service: InferenceService, plan: Plan, sample: Sample, *, waited_s: float) -> RollmillError:
+def why_cut(service: Inference, plan: Plan, sample: Sample, *, waited_s: float) -> RollmillError:
     """Return the error of a sample that was cut short, for callers who have no word for that.
 
     Args:
@@ -196,6 +194,10 @@ def why_cut(service: InferenceService, plan: Plan, sample: Sample, *, waited_s: 
             f"request {plan.request_id} was not done within its deadline of {plan.deadline_s:g} s ({had}). Raise "
             "deadline_s, ask for fewer tokens, or call /inference/v1/generate, which returns what there is"
         )
-    if (why := refusal(service.replica.standing, to_generate=True)) is not None:
+    status = service.status()
+    if (why := refusal(Standing(state=status.state, reason=status.reason), to_generate=True)) is not None:
         return NotServing(f"request {plan.request_id} was cut short {had}: {why}")
-    return RequestAborted(f"request {plan.request_id} was aborted by its id {had}")
+    return RequestAborted(
+        f"request {plan.request_id} was aborted {had}: somebody aborted it by its id, or a load of weights failed half "
+        "way. Ask again, or call /inference/v1/generate, which returns what there is"
+    )

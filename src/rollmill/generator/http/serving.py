@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING
 
 from rollmill.config.schema import LimitSettings
 from rollmill.errors import ConfigError, MissingExtraError
-from rollmill.generator.http.app import HttpApp, Metrics
+from rollmill.generator.http.app import HttpApp
 from rollmill.generator.http.asgi import HttpLimits
+from rollmill.generator.http.protocol import Inference, Metrics
 from rollmill.generator.security import TlsFiles, address_of
-from rollmill.generator.service import InferenceService
 
 if TYPE_CHECKING:
     import uvicorn
@@ -32,13 +32,14 @@ _BACKLOG = 2048
 
 
 async def serve_http(
-    service: InferenceService,
+    service: Inference,
     *,
     host: str = "127.0.0.1",
     port: int = 0,
     token: str | None = None,
     metrics: Metrics | None = None,
-    limits: HttpLimits | None = None,
+    limits: LimitSettings | None = None,
+    bounds: HttpLimits | None = None,
     tls: TlsFiles | None = None,
     stop: asyncio.Event,
     on_bound: Callable[[int], None] | None = None,
@@ -46,12 +47,13 @@ async def serve_http(
     """Serve a replica over HTTP until `stop` is set.
 
     Args:
-        service: what is served; its limits bound bodies, requests and streams.
+        service: what is served.
         host: interface to bind; who may bind what is `security.check_binding`'s to say.
         port: 0 lets the system choose.
         token: that callers must give as `Authorization: Bearer TOKEN`; `None` asks for none.
         metrics: what `/metrics` shows; without it there is no such page.
-        limits: bounds that only HTTP needs.
+        limits: of bodies, streams and silent connections; the service's if `None`.
+        bounds: that only HTTP needs.
         tls: certificate and key; with `ca`, clients must show a certificate (mTLS).
         stop: ends the face; exchanges that run then have a second.
         on_bound: gets the port once connections are taken.
@@ -65,10 +67,11 @@ async def serve_http(
     """
     if importlib.util.find_spec("uvicorn") is None:
         raise MissingExtraError(package="uvicorn", extra="serve", purpose="serving over HTTP")
-    bounds = HttpLimits() if limits is None else limits
-    app = HttpApp(service, token=token, metrics=metrics, limits=bounds)
+    limits = service.limits if limits is None else limits
+    bounds = HttpLimits() if bounds is None else bounds
+    app = HttpApp(service, token=token, metrics=metrics, limits=limits, bounds=bounds)
     with contextlib.closing(_listener(host, port)) as listener:
-        server = _server(app, limits=bounds, requests=service.limits, context=None if tls is None else _context(tls))
+        server = _server(app, bounds=bounds, limits=limits, context=None if tls is None else _context(tls))
         await server.startup(sockets=[listener])
         try:
             if on_bound is not None:
@@ -85,7 +88,7 @@ async def serve_http(
 
 
 def _server(
-    app: HttpApp, *, limits: HttpLimits, requests: LimitSettings, context: ssl.SSLContext | None
+    app: HttpApp, *, bounds: HttpLimits, limits: LimitSettings, context: ssl.SSLContext | None
 ) -> uvicorn.Server:
     """Return a server whose start and end are ours: no signal handlers, no loop that looks ten times a second."""
     import uvicorn
@@ -94,7 +97,7 @@ def _server(
 
     config = uvicorn.Config(
         app,
-        http=connection_class(limits, keepalive_s=requests.keepalive_s, silent_s=requests.keepalive_timeout_s),
+        http=connection_class(bounds, keepalive_s=limits.keepalive_s, silent_s=limits.keepalive_timeout_s),
         ws="none",
         lifespan="off",
         interface="asgi3",
@@ -102,8 +105,8 @@ def _server(
         access_log=False,
         proxy_headers=False,
         server_header=False,
-        limit_concurrency=limits.connections,
-        timeout_keep_alive=round(limits.keep_alive_s),
+        limit_concurrency=bounds.connections,
+        timeout_keep_alive=round(bounds.keep_alive_s),
         timeout_graceful_shutdown=_CLOSE_S,
         backlog=_BACKLOG,
     )

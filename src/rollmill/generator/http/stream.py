@@ -75,7 +75,6 @@ async def stream(
     *,
     produce: Callable[[], Awaitable[None]],
     request_id: str,
-    headers: dict[str, str],
     limits: LimitSettings,
 ) -> RollmillError | None:
     """Answer with events while they are produced; return the error that the stream ended with.
@@ -84,7 +83,6 @@ async def stream(
         produce: puts all events; an error of ours that it raises becomes the last event, or the answer if it is the
             first.
         request_id: for messages.
-        headers: further headers of the answer.
         limits: of a stream.
 
     Raises:
@@ -98,7 +96,7 @@ async def stream(
     leaving = asyncio.ensure_future(exchange.gone())
     events.on_overrun = producing.cancel
     leaving.add_done_callback(lambda _: events.end())
-    writer = _Writer(exchange, headers=headers, stall_s=limits.stream_stall_s)
+    writer = _Writer(exchange, stall_s=limits.stream_stall_s)
     try:
         while (piece := await events.take()) and not leaving.done():
             await writer.write(piece)
@@ -124,14 +122,14 @@ class _Stalled(Exception):
 class _Writer:
     """Writes pieces, the head of the answer before the first."""
 
-    def __init__(self, exchange: Exchange, *, headers: dict[str, str], stall_s: float) -> None:
-        self._exchange, self._headers, self._stall_s = exchange, headers, stall_s
+    def __init__(self, exchange: Exchange, *, stall_s: float) -> None:
+        self._exchange, self._stall_s = exchange, stall_s
 
     async def write(self, piece: bytes, *, last: bool = False) -> None:
         try:
             async with asyncio.timeout(self._stall_s):
                 if not self._exchange.started:
-                    await self._exchange.begin_stream(kind=_STREAM, headers={**_HEADERS, **self._headers})
+                    await self._exchange.begin_stream(kind=_STREAM, headers=_HEADERS)
                 await self._exchange.send_piece(piece, last=last)
         except TimeoutError:
             raise _Stalled from None

@@ -43,12 +43,16 @@ class Detokenizer:
 
     Args:
         decode: the text of ids.
+
+    Attributes:
+        unfinished: whether the last ids may be the beginning of a character.
     """
 
     def __init__(self, decode: Decode) -> None:
         self._decode = decode
         self._window: list[int] = []
         self._done = 0  # characters of the window's text that were handed out
+        self.unfinished = False
 
     def push(self, ids: Sequence[int]) -> str:
         """Return the text that these ids complete."""
@@ -56,7 +60,7 @@ class Detokenizer:
         text = self._decode(self._window)
         unfinished = min(len(text) - len(text.rstrip(_BROKEN)), _UNFINISHED)
         stable = max(len(text) - unfinished, self._done)
-        new, self._done = text[self._done : stable], stable
+        new, self._done, self.unfinished = text[self._done : stable], stable, unfinished > 0
         if len(self._window) > _LONGEST_WINDOW:
             self._window = self._window[-_CONTEXT:]
             self._done = max(len(self._decode(self._window)) - unfinished, 0)
@@ -65,7 +69,7 @@ class Detokenizer:
     def finish(self) -> str:
         """Return what is left once no more ids come."""
         text = self._decode(self._window)
-        rest, self._done = text[self._done :], max(self._done, len(text))
+        rest, self._done, self.unfinished = text[self._done :], max(self._done, len(text)), False
         return rest
 
 
@@ -137,7 +141,8 @@ class ReplyText:
     def __init__(self, decode: Decode, *, stops: Sequence[str]) -> None:
         self._detokenizer = Detokenizer(decode)
         self._finder = StopFinder(stops) if stops else None
-        self._ends: list[int] = []  # characters decoded after each token
+        # Half characters decoded after each token: the odd half is a character that it begins and does not end.
+        self._ends: list[int] = []
         self._decoded = 0
         self.match: StopMatch | None = None
 
@@ -166,9 +171,9 @@ class ReplyText:
     def _take(self, finder: StopFinder, decoded: str) -> str:
         """Return what the text of the newest token lets through."""
         self._decoded += len(decoded)
-        self._ends[-1] = self._decoded
+        self._ends[-1] = 2 * self._decoded + self._detokenizer.unfinished
         text = finder.push(decoded)
         if finder.found is not None:
-            start = bisect.bisect_right(self._ends, finder.passed)
+            start = bisect.bisect_right(self._ends, 2 * finder.passed)
             self.match = StopMatch(text=finder.found, start_token=start, end_token=len(self._ends))
         return text
