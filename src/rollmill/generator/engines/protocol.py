@@ -38,7 +38,11 @@ def engines_with(capability: str) -> str:
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What the engine is and can do."""
+    """What the engine is and can do.
+
+    Attributes:
+        kv_budget: how much KV there is and where the figure comes from, for people; empty where unknown.
+    """
 
     kind: str
     model: str
@@ -50,6 +54,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     capabilities: tuple[str, ...]
     policy_version: int
     digest: str
+    kv_budget: str = ""
 
 
 class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
