@@ -179,12 +179,14 @@ class AbortReply(_message.Message):
     def __init__(self, found: _Optional[bool] = ...) -> None: ...
 
 class ScoreRequest(_message.Message):
-    __slots__ = ("token_ids", "what")
+    __slots__ = ("token_ids", "what", "job")
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     WHAT_FIELD_NUMBER: _ClassVar[int]
+    JOB_FIELD_NUMBER: _ClassVar[int]
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     what: str
-    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., what: _Optional[str] = ...) -> None: ...
+    job: str
+    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., what: _Optional[str] = ..., job: _Optional[str] = ...) -> None: ...
 
 class ScoreReply(_message.Message):
     __slots__ = ("logprobs", "policy_version", "reward")
@@ -197,13 +199,15 @@ class ScoreReply(_message.Message):
     def __init__(self, logprobs: _Optional[_Iterable[float]] = ..., policy_version: _Optional[int] = ..., reward: _Optional[float] = ...) -> None: ...
 
 class LoadWeightsRequest(_message.Message):
-    __slots__ = ("policy_version",)
+    __slots__ = ("policy_version", "job")
     POLICY_VERSION_FIELD_NUMBER: _ClassVar[int]
+    JOB_FIELD_NUMBER: _ClassVar[int]
     policy_version: int
-    def __init__(self, policy_version: _Optional[int] = ...) -> None: ...
+    job: str
+    def __init__(self, policy_version: _Optional[int] = ..., job: _Optional[str] = ...) -> None: ...
 
 class LoadWeightsReply(_message.Message):
-    __slots__ = ("policy_version", "digest", "nbytes", "pull_s", "pause_s", "changed", "canary_difference", "drain_s", "swap_s", "prove_s", "resume_s", "stage_s")
+    __slots__ = ("policy_version", "digest", "nbytes", "pull_s", "pause_s", "changed", "canary_difference", "drain_s", "swap_s", "prove_s", "resume_s", "stage_s", "replicas")
     POLICY_VERSION_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
     NBYTES_FIELD_NUMBER: _ClassVar[int]
@@ -216,6 +220,7 @@ class LoadWeightsReply(_message.Message):
     PROVE_S_FIELD_NUMBER: _ClassVar[int]
     RESUME_S_FIELD_NUMBER: _ClassVar[int]
     STAGE_S_FIELD_NUMBER: _ClassVar[int]
+    REPLICAS_FIELD_NUMBER: _ClassVar[int]
     policy_version: int
     digest: str
     nbytes: int
@@ -228,7 +233,22 @@ class LoadWeightsReply(_message.Message):
     prove_s: float
     resume_s: float
     stage_s: float
-    def __init__(self, policy_version: _Optional[int] = ..., digest: _Optional[str] = ..., nbytes: _Optional[int] = ..., pull_s: _Optional[float] = ..., pause_s: _Optional[float] = ..., changed: _Optional[bool] = ..., canary_difference: _Optional[float] = ..., drain_s: _Optional[float] = ..., swap_s: _Optional[float] = ..., prove_s: _Optional[float] = ..., resume_s: _Optional[float] = ..., stage_s: _Optional[float] = ...) -> None: ...
+    replicas: _containers.RepeatedCompositeFieldContainer[ReplicaLoad]
+    def __init__(self, policy_version: _Optional[int] = ..., digest: _Optional[str] = ..., nbytes: _Optional[int] = ..., pull_s: _Optional[float] = ..., pause_s: _Optional[float] = ..., changed: _Optional[bool] = ..., canary_difference: _Optional[float] = ..., drain_s: _Optional[float] = ..., swap_s: _Optional[float] = ..., prove_s: _Optional[float] = ..., resume_s: _Optional[float] = ..., stage_s: _Optional[float] = ..., replicas: _Optional[_Iterable[_Union[ReplicaLoad, _Mapping]]] = ...) -> None: ...
+
+class ReplicaLoad(_message.Message):
+    __slots__ = ("replica", "result", "error", "digest", "pause_s")
+    REPLICA_FIELD_NUMBER: _ClassVar[int]
+    RESULT_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    PAUSE_S_FIELD_NUMBER: _ClassVar[int]
+    replica: str
+    result: str
+    error: str
+    digest: str
+    pause_s: float
+    def __init__(self, replica: _Optional[str] = ..., result: _Optional[str] = ..., error: _Optional[str] = ..., digest: _Optional[str] = ..., pause_s: _Optional[float] = ...) -> None: ...
 
 class DrainRequest(_message.Message):
     __slots__ = ("deadline_s",)
@@ -247,7 +267,7 @@ class StatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class StatusReply(_message.Message):
-    __slots__ = ("state", "reason", "policy_version", "digest", "running", "waiting", "kv_used_tokens", "kv_capacity_tokens", "output_tokens", "prefill_tokens", "cached_tokens", "wall_s", "seconds", "max_num_seqs", "max_model_len", "dtype", "finished_turns")
+    __slots__ = ("state", "reason", "policy_version", "digest", "running", "waiting", "kv_used_tokens", "kv_capacity_tokens", "output_tokens", "prefill_tokens", "cached_tokens", "wall_s", "seconds", "max_num_seqs", "max_model_len", "dtype", "finished_turns", "replicas")
     class SecondsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -272,6 +292,7 @@ class StatusReply(_message.Message):
     MAX_MODEL_LEN_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     FINISHED_TURNS_FIELD_NUMBER: _ClassVar[int]
+    REPLICAS_FIELD_NUMBER: _ClassVar[int]
     state: str
     reason: str
     policy_version: int
@@ -289,4 +310,31 @@ class StatusReply(_message.Message):
     max_model_len: int
     dtype: str
     finished_turns: int
-    def __init__(self, state: _Optional[str] = ..., reason: _Optional[str] = ..., policy_version: _Optional[int] = ..., digest: _Optional[str] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., kv_used_tokens: _Optional[int] = ..., kv_capacity_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., prefill_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., wall_s: _Optional[float] = ..., seconds: _Optional[_Mapping[str, float]] = ..., max_num_seqs: _Optional[int] = ..., max_model_len: _Optional[int] = ..., dtype: _Optional[str] = ..., finished_turns: _Optional[int] = ...) -> None: ...
+    replicas: _containers.RepeatedCompositeFieldContainer[FleetMember]
+    def __init__(self, state: _Optional[str] = ..., reason: _Optional[str] = ..., policy_version: _Optional[int] = ..., digest: _Optional[str] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., kv_used_tokens: _Optional[int] = ..., kv_capacity_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., prefill_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., wall_s: _Optional[float] = ..., seconds: _Optional[_Mapping[str, float]] = ..., max_num_seqs: _Optional[int] = ..., max_model_len: _Optional[int] = ..., dtype: _Optional[str] = ..., finished_turns: _Optional[int] = ..., replicas: _Optional[_Iterable[_Union[FleetMember, _Mapping]]] = ...) -> None: ...
+
+class FleetMember(_message.Message):
+    __slots__ = ("replica", "state", "reason", "policy_version", "digest", "in_flight", "others", "places", "kv_use", "loading", "jobs")
+    REPLICA_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    POLICY_VERSION_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    IN_FLIGHT_FIELD_NUMBER: _ClassVar[int]
+    OTHERS_FIELD_NUMBER: _ClassVar[int]
+    PLACES_FIELD_NUMBER: _ClassVar[int]
+    KV_USE_FIELD_NUMBER: _ClassVar[int]
+    LOADING_FIELD_NUMBER: _ClassVar[int]
+    JOBS_FIELD_NUMBER: _ClassVar[int]
+    replica: str
+    state: str
+    reason: str
+    policy_version: int
+    digest: str
+    in_flight: int
+    others: int
+    places: int
+    kv_use: float
+    loading: int
+    jobs: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, replica: _Optional[str] = ..., state: _Optional[str] = ..., reason: _Optional[str] = ..., policy_version: _Optional[int] = ..., digest: _Optional[str] = ..., in_flight: _Optional[int] = ..., others: _Optional[int] = ..., places: _Optional[int] = ..., kv_use: _Optional[float] = ..., loading: _Optional[int] = ..., jobs: _Optional[_Iterable[str]] = ...) -> None: ...
