@@ -33,7 +33,7 @@ from rollmill.runtime.incarnation import Preflight, ProcessSeconds, write_record
 from rollmill.runtime.layout import SUPERVISOR, TRAINER
 from rollmill.runtime.preflight import check_first
 from rollmill.runtime.process import ProcessContext
-from rollmill.runtime.replica_watch import REPLICA_DEADLINE_S, LossLog, ReplicaWatch
+from rollmill.runtime.replica_watch import REPLICA_DEADLINE_S, LossLog, ReplicaWatch, replica_deadline_s
 from rollmill.runtime.resume import next_incarnation
 from rollmill.scheduling.events import ControllerRestarted, RunResumed, RunStarted
 from rollmill.scheduling.instructions import StartRollout
@@ -304,12 +304,13 @@ class _Run:
         if self._goes_on or self._session_number > 1:
             await self.watch.join_anew()
             return
-        until_s = self.clock.now_s() + REPLICA_DEADLINE_S
+        deadline_s = replica_deadline_s(self.config)
+        until_s = self.clock.now_s() + deadline_s
         while missing := self.watch.still_coming(incarnation=self.context.incarnation.number):
             self._check_trainer()
             if self.clock.now_s() >= until_s:
                 raise DeadlineExceeded(
-                    f"waited {REPLICA_DEADLINE_S:.0f} s for the address of {', '.join(missing)}; the logs of the other "
+                    f"waited {deadline_s:.0f} s for the address of {', '.join(missing)}; the logs of the other "
                     "processes say why."
                 )
             await self._ring_or(1.0)

@@ -26,10 +26,10 @@ from rollmill.runtime.children import Child, spawn
 from rollmill.runtime.failure import read_record as read_failure
 from rollmill.runtime.incarnation import Evaluating, write_record
 from rollmill.runtime.layout import EVALUATOR, ProcessLayout
+from rollmill.runtime.replica_watch import replica_deadline_s
 from rollmill.types import GenerateRequest, Turn
 from rollmill.weights.protocol import ModelRepository
 
-START_DEADLINE_S = 300.0
 END_GRACE_S = 5.0
 AskAll = Callable[[Generate, str], Awaitable[EvaluationResult]]
 
@@ -126,12 +126,12 @@ class Evaluator:
         )
 
     async def _first_contact(self) -> GeneratorClient:
-        file, until_s = self._layout.address(EVALUATOR), self._clock.now_s() + START_DEADLINE_S
+        file, until_s = self._layout.address(EVALUATOR), self._clock.now_s() + replica_deadline_s(self._config)
         while not file.exists():
             if self._child is None or not self._child.is_alive():
                 raise EvaluatorLost("it ended while it started")
             if self._clock.now_s() >= until_s:
-                raise EvaluatorLost(f"it did not serve within {START_DEADLINE_S:.0f} s of its start")
+                raise EvaluatorLost(f"it did not serve within {replica_deadline_s(self._config):.0f} s of its start")
             await self._wait(1.0)
         self._client = GeneratorClient(json.loads(file.read_text())["address"])
         return self._client

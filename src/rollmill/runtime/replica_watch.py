@@ -41,6 +41,14 @@ from rollmill.scheduling.events import AfterLoss, ReplicaJoined
 from rollmill.weights.repository import LocalModelRepository
 
 REPLICA_DEADLINE_S = 300.0
+
+
+def replica_deadline_s(config: RollmillConfig) -> float:
+    """Return how long a replica may take from its start until it serves."""
+    generator = config.generator
+    return REPLICA_DEADLINE_S + (generator.vllm.start_deadline_s if generator.engine == "vllm" else 0.0)
+
+
 LOST_GRACE_S = 2.0
 """A replica whose channel broke is dead as a rule; the supervisor then knows why before this time is over."""
 LOST_STATES = (ReplicaState.DIRTY, ReplicaState.DEAD)
@@ -326,10 +334,11 @@ class ReplicaWatch:
         # A wait for somebody to start it is the supervisor's, with its own deadline.
         if lost is None or self._config.run.on_generator_loss != "restart":
             return
-        if self._clock.now_s() - lost.at_s > REPLICA_DEADLINE_S:
+        deadline_s = replica_deadline_s(self._config)
+        if self._clock.now_s() - lost.at_s > deadline_s:
             raise DeadlineExceeded(
-                f"{name} was lost ({lost.reason}) and did not serve again within {REPLICA_DEADLINE_S:.0f} s of its "
-                f"restart; see {self._layout.log(name)}."
+                f"{name} was lost ({lost.reason}) and did not serve again within {deadline_s:.0f} s of its restart; "
+                f"see {self._layout.log(name)}."
             )
 
     # joining

@@ -23,7 +23,7 @@ import selectors
 import shlex
 import signal
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import FrameType
 
 import msgspec
@@ -485,14 +485,14 @@ class Supervisor:
 
     def _measure(self, *, ended: str) -> None:
         now_s = self._clock.now_s()
-        alive = [child.pid for child in self._children.values() if child.runs]
-        self._peak_memory_bytes = max(self._peak_memory_bytes, memory_of(tree_of()).total_bytes)
+        tree = tree_of()
+        self._peak_memory_bytes = max(self._peak_memory_bytes, memory_of(tree).total_bytes)
         lives = [*self._ended, *(child for child in self._children.values() if child.runs)]
         segment = Segment(
             number=self._segment_number,
             started_wall_s=self._started_wall_s,
             wall_s=now_s - self._started_s,
-            cpu_s=_cpu_s(alive),
+            cpu_s=_cpu_s(tree[1:]),
             peak_memory_bytes=self._peak_memory_bytes,
             lives=tuple(child.life_until(now_s) for child in lives),
             ended=ended,
@@ -500,8 +500,8 @@ class Supervisor:
         write_record(self._layout.segment(self._segment_number), segment)
 
 
-def _cpu_s(alive: list[int]) -> float:
-    """Return CPU seconds of this process, its dead children and their dead children, and the living children."""
+def _cpu_s(alive: Iterable[int]) -> float:
+    """Return CPU seconds of this process, its dead children and their dead children, and its living descendants."""
     total = 0.0
     for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN):
         usage = resource.getrusage(who)
