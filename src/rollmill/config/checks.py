@@ -247,6 +247,12 @@ def _engine(config: RollmillConfig) -> Iterator[str]:
             + f"Nearest valid values: leave generator.{key} out"
             + (f", or {others}." if engines else ".")
         )
+    if engine == "sglang" and config.generator.sglang.overlap_schedule and config.generator.kv_on_update == "keep":
+        yield (
+            'generator.sglang.overlap_schedule is true and generator.kv_on_update is "keep": SGLang then labels the last '
+            "token before an update with the version after it. Nearest valid values: generator.kv_on_update "
+            '"recompute", or generator.sglang.overlap_schedule false.'
+        )
     if config.run.deterministic and engine not in WITH_WAVES:
         yield (
             f'run.deterministic is true and generator.engine is "{engine}": what it samples depends on which requests '

@@ -12,17 +12,18 @@ from rollmill.config.schema import GeneratorSettings, Section
 
 OBEYED_BY: dict[str, tuple[str, ...]] = {
     "kernels": ("embedded",),
-    "max_num_batched_tokens": ("vllm",),
+    "max_num_batched_tokens": ("vllm", "sglang"),
     "max_wait_ms": (),
-    "kv_cache_memory_bytes": ("vllm",),
+    "kv_cache_memory_bytes": ("vllm", "sglang"),
     "memory_limit_bytes": (),
-    "gpu_memory_utilization": ("vllm",),
-    "enable_prefix_caching": ("vllm",),
-    "kv_cache_dtype": ("vllm",),
-    "tensor_parallel_size": ("vllm",),
+    "gpu_memory_utilization": ("vllm", "sglang"),
+    "enable_prefix_caching": ("vllm", "sglang"),
+    "kv_cache_dtype": ("vllm", "sglang"),
+    "tensor_parallel_size": ("vllm", "sglang"),
     "data_parallel_size": ("vllm",),
-    "enable_expert_parallel": ("vllm",),
+    "enable_expert_parallel": ("vllm", "sglang"),
     "vllm": ("vllm",),
+    "sglang": ("sglang",),
 }
 """Setting -> engines that obey it. An engine that learns to obey one is added here, with the code that does so."""
 

@@ -158,6 +158,35 @@ class VllmSettings(Section):
     """Further arguments of the server, as its own documentation names them. Those that Rollmill sets are refused."""
 
 
+class SglangSettings(Section):
+    """The SGLang server that a replica starts, watches and drives."""
+
+    python: str | None = knob(None)
+    """Interpreter of the environment that holds SGLang (0.5.23 is what Rollmill is tested with); must be given."""
+    start_deadline_s: float = knob(
+        600.0, unit="s", raising="tolerates slower starts and compilation", lowering="a hung start ends sooner", gt=0
+    )
+    """Longest wait until the server answers."""
+    control_deadline_s: float = knob(
+        60.0, unit="s", raising="tolerates slower steps", lowering="a hung server is noticed sooner", gt=0
+    )
+    """Longest wait for one control call (pause, resume, a weight update, a score, an abort)."""
+    load_poll_s: float = knob(
+        1.0, unit="s", raising="older figures of load", lowering="fresher figures, a little work for the server", gt=0
+    )
+    """Time between two looks at the server's process and load."""
+    overlap_schedule: bool = knob(False)
+    """Let the server prepare a step while the one before computes: faster on a GPU. It then keeps no KV over an update,
+    because it would give the last token before a pause the version after it: needs `kv_on_update = "recompute"`."""
+    deterministic_inference: bool = knob(False)
+    """Have each request draw from the seed it came with. The server computes slower in this mode, and some of its
+    attention backends do not have it; without it the seeds of requests change nothing."""
+    arguments: tuple[str, ...] = knob(())
+    """Further arguments of the server, as its own documentation names them. Those that Rollmill sets are refused."""
+    variables: dict[str, str] = knob({})
+    """Further environment variables of the server."""
+
+
 class LimitSettings(Section):
     """What one replica takes from its callers, so that none of them can use up its memory or stall the others."""
 
@@ -202,9 +231,10 @@ class LimitSettings(Section):
 class GeneratorSettings(Section):
     """The generator service."""
 
-    engine: Literal["embedded", "vllm", "fake"] = knob("embedded")
+    engine: Literal["embedded", "vllm", "sglang", "fake"] = knob("embedded")
     """`embedded` (torch, transformers modules), `vllm` (a server in an environment of its own, made by
-    `rollmill engine install vllm`), or `fake` (deterministic, for tests)."""
+    `rollmill engine install vllm`), `sglang` (the same, in an environment that you name), or `fake` (deterministic, for
+    tests)."""
     replicas: int = knob(
         1, unit="processes", raising="more rollouts at once, more memory", lowering="less memory", ge=1
     )
@@ -283,6 +313,8 @@ class GeneratorSettings(Section):
     replica is dirty."""
     vllm: VllmSettings = VllmSettings()
     """Only with `engine = "vllm"`."""
+    sglang: SglangSettings = SglangSettings()
+    """Only with `engine = "sglang"`."""
     limits: LimitSettings = LimitSettings()
     """What one replica takes from its callers."""
 
