@@ -12,6 +12,7 @@ _COMMANDS = {
     "autoscale": "rollmill.cli.autoscale:autoscale_command",
     "config": "rollmill.cli.config_commands:config_group",
     "disaggregate": "rollmill.cli.disaggregate:disaggregate_command",
+    "engine": "rollmill.cli.engine_commands:engine_group",
     "eval": "rollmill.cli.evaluate:evaluate_command",
     "model": "rollmill.cli.model_commands:model_group",
     "serve": "rollmill.cli.serve:serve_command",
