@@ -10,6 +10,7 @@ from rollmill import __version__
 
 _COMMANDS = {
     "autoscale": "rollmill.cli.autoscale:autoscale_command",
+    "bench": "rollmill.cli.bench:bench_group",
     "config": "rollmill.cli.config_commands:config_group",
     "disaggregate": "rollmill.cli.disaggregate:disaggregate_command",
     "engine": "rollmill.cli.engine_commands:engine_group",
