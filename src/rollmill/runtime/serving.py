@@ -12,6 +12,7 @@ Decides where the first weights come from; what is refused and why is the servic
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +23,7 @@ import msgspec
 from rollmill.clock import Clock, SystemClock
 from rollmill.config.schema import RollmillConfig
 from rollmill.environments.rendering import Renderer
-from rollmill.errors import RunDirectoryError, WeightError
+from rollmill.errors import MissingExtraError, RunDirectoryError, WeightError
 from rollmill.generator.security import Access, address_of, check_binding
 from rollmill.runtime.stopping import stop_on_signals
 from rollmill.runtime.threads import process_environment
@@ -90,6 +91,7 @@ def serve_replica(options: ServeOptions, *, on_serving: Callable[[Served], None]
 
     Raises:
         ConfigError: if an address cannot be bound.
+        MissingExtraError: if HTTP is asked for and its packages are missing.
         ModelError: if the model cannot be had or served.
         RunDirectoryError: if there is no model repository.
         WeightError: if nothing was published in it.
@@ -97,6 +99,8 @@ def serve_replica(options: ServeOptions, *, on_serving: Callable[[Served], None]
         KeyboardInterrupt: on a second signal.
     """
     settings = options.config.generator
+    if options.http_port is not None:
+        _need_http()
     for name, value in process_environment(threads=settings.threads).items():
         if name != "HF_HUB_OFFLINE":  # the model may be a hub name
             os.environ.setdefault(name, value)
@@ -208,6 +212,13 @@ class HttpFace:
     def _newest_version(self) -> int | None:
         newest = self._repository.latest()
         return None if newest is None else newest.policy_version
+
+
+def _need_http() -> None:
+    """Say at once, before anything is loaded, that HTTP cannot be served."""
+    for package in ("starlette", "uvicorn", "prometheus_client"):
+        if importlib.util.find_spec(package) is None:
+            raise MissingExtraError(package=package, extra="serve", purpose="HTTP (or give --no-http)")
 
 
 def _engine_and_repository(options: ServeOptions, *, path: Path, clock: Clock) -> tuple[ModelRepository, Engine]:

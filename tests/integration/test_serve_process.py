@@ -1,0 +1,202 @@
+"""`rollmill serve` as a user runs it: a process of its own, told to stop by signals."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import signal
+import sys
+import urllib.request
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from generator_builders import canary_for, llama, random_model, reference_logprobs, request, tensors_of
+from rollmill.errors import WeightError
+from rollmill.generator.client import GeneratorClient, open_channel
+from rollmill.generator.proto import policy_inference_pb2 as pb
+from rollmill.generator.proto import policy_inference_pb2_grpc as pb_grpc
+from rollmill.types import SamplingParams, StopReason
+from rollmill.weights.prepare import prepare
+from rollmill.weights.repository import LocalModelRepository
+from service_builders import until_running
+
+pytestmark = pytest.mark.integration
+
+FAKE = ("--model", "tiny-llama", "--engine", "fake", "--set", "generator.max_model_len=4000")
+TOKEN = "sesame-open-sesame"
+
+
+class Process:
+    """A started `rollmill serve --json` with what it said."""
+
+    def __init__(self, process: asyncio.subprocess.Process, said: dict[str, Any]) -> None:
+        self._process, self.said = process, said
+
+    def tell(self, number: signal.Signals) -> None:
+        self._process.send_signal(number)
+
+    async def ended(self) -> tuple[int, str]:
+        """Exit status and what stood on stderr."""
+        async with asyncio.timeout(60):
+            _, errors = await self._process.communicate()
+        assert self._process.returncode is not None
+        return self._process.returncode, errors.decode()
+
+
+@contextlib.asynccontextmanager
+async def serving(*arguments: str) -> AsyncIterator[Process]:
+    command = [sys.executable, "-m", "rollmill.cli", "serve", *arguments, "--json"]
+    process = await asyncio.create_subprocess_exec(
+        *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+    )
+    try:
+        assert process.stdout is not None
+        async with asyncio.timeout(90):
+            lines = [line.decode() async for line in _document(process.stdout)]
+        assert lines, (await process.communicate())[1].decode()
+        said = json.loads("".join(lines))
+        assert "grpc" in said, said
+        yield Process(process, said)
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+
+
+async def _document(stream: asyncio.StreamReader) -> AsyncIterator[bytes]:
+    """The lines of one JSON document as the command line prints it."""
+    async for line in stream:
+        yield line
+        if line.rstrip() == b"}":
+            return
+
+
+async def test_a_model_is_served_as_version_1_by_id_and_by_message_until_sigterm_drains_it(tmp_path):
+    file = tmp_path / "address.json"
+    async with serving(*FAKE, "--no-http", "--address-file", str(file)) as process:
+        said = process.said
+        assert (said["model"], said["engine"], said["policy_version"]) == ("tiny-llama", "fake", 1)
+        assert (said["http"], said["follows"]) == (None, None)
+        assert any("no trainer has scored a canary" in warning for warning in said["warnings"])
+        assert json.loads(file.read_text())["address"] == said["grpc"]
+        client = GeneratorClient(said["grpc"])
+        async with open_channel(said["grpc"]) as channel:
+            chat = pb.Messages(messages=[pb.Message(role="user", content="hello")])
+            asked = pb.GenerateRequest(
+                request_id="chat", messages=chat, model="tiny-llama", sampling=pb.SamplingParams(max_new_tokens=5)
+            )
+            reply = await pb_grpc.PolicyInferenceStub(channel).Generate(asked, timeout=10)
+        with pytest.raises(WeightError, match="--repository DIR"):
+            await client.load_weights(2, deadline_s=5)
+        assert (await client.status()).digest == said["digest"]
+        running = asyncio.ensure_future(client.generate(request("long", [1, 2], max_new_tokens=3000)))
+        await until_running(client)
+        process.tell(signal.SIGTERM)
+        turn = await running
+        assert await process.ended() == (0, "")
+        await client.close()
+    assert len(reply.prompt_ids) > 5
+    assert reply.samples[0].HasField("text")
+    assert (turn.stop_reason, len(turn.output_ids)) == (StopReason.LENGTH, 3000)
+
+
+async def test_a_second_signal_ends_the_drain(tmp_path):
+    async with serving(*FAKE, "--no-http") as process:
+        client = GeneratorClient(process.said["grpc"])
+        group = asyncio.ensure_future(client.generate_group(request("g", [1], max_new_tokens=3900), siblings=200))
+        async with asyncio.timeout(30):
+            while not (await client.status()).running:
+                pass
+        process.tell(signal.SIGINT)
+        async with asyncio.timeout(30):
+            while (await client.status()).state.value != "draining":
+                pass
+        process.tell(signal.SIGINT)
+        status, errors = await process.ended()
+        with contextlib.suppress(Exception):
+            await group
+        await client.close()
+    assert status == 130, errors
+
+
+async def test_a_token_guards_the_process(tmp_path):
+    file = tmp_path / "token"
+    file.write_text(TOKEN)
+    async with serving(*FAKE, "--no-http", "--token-file", str(file), "--host", "0.0.0.0") as process:
+        address = "127.0.0.1:" + process.said["grpc"].rpartition(":")[2]
+        assert any("in clear" in warning for warning in process.said["warnings"])
+        client = GeneratorClient(address, token=TOKEN)
+        assert (await client.status()).policy_version == 1
+        await client.close()
+        process.tell(signal.SIGTERM)
+        assert (await process.ended())[0] == 0
+
+
+async def test_http_and_metrics_are_served_beside_grpc_and_count_what_grpc_was_asked():
+    async with serving(*FAKE) as process:
+        client = GeneratorClient(process.said["grpc"])
+        await client.generate(request("a", [1, 2], max_new_tokens=7))
+        await client.close()
+        models = json.loads(await asyncio.to_thread(fetched, f"{process.said['http']}/v1/models"))
+        metrics = (await asyncio.to_thread(fetched, f"{process.said['http']}/metrics")).decode()
+        process.tell(signal.SIGTERM)
+        assert (await process.ended())[0] == 0
+    assert "tiny-llama" in [model["id"] for model in models["data"]]
+    assert "rollmill_generated_tokens_total 7.0" in metrics
+    assert 'rollmill_requests_total{outcome="ok"} 1.0' in metrics
+
+
+def fetched(url: str) -> bytes:
+    with urllib.request.urlopen(url, timeout=10) as reply:
+        return reply.read()
+
+
+@pytest.mark.slow
+async def test_a_replica_starts_with_the_newest_version_of_a_run_and_loads_later_ones(tmp_path):
+    # As many ids as the tokenizer has that is served with it.
+    models = [random_model(llama(vocab_size=128), seed=seed) for seed in (1, 2, 3)]
+    repository = LocalModelRepository(tmp_path / "run" / "weights", transport="file")
+
+    def publish(model: Any) -> int:
+        return repository.publish(
+            tensors_of(model),
+            optimizer_step=0,
+            parent=None,
+            history_id="h",
+            training_dtype="float32",
+            canary=canary_for(model),
+            at_s=0.0,
+        ).policy_version
+
+    publish(models[0])
+    publish(models[1])
+    folder = _servable(tmp_path / "model", models[0])
+    arguments = ("--model", str(folder), "--repository", str(tmp_path / "run"), "--no-http", "--set")
+    async with serving(*arguments, "generator.max_model_len=128") as process:
+        client = GeneratorClient(process.said["grpc"])
+        turn = await client.generate(request("a", [1, 2, 3], seed=4))
+        assert publish(models[2]) == 3
+        report = await client.load_weights(3, deadline_s=20)
+        later = await client.generate(request("b", [1, 2, 3], seed=4))
+        await client.close()
+        process.tell(signal.SIGTERM)
+        assert (await process.ended())[0] == 0
+    assert (process.said["policy_version"], process.said["warnings"]) == (2, [])
+    assert (report.policy_version, report.changed) == (3, True)
+    assert (turn.version_spans[0].policy_version, later.version_spans[0].policy_version) == (2, 3)
+    for got, model in ((turn, models[1]), (later, models[2])):
+        np.testing.assert_allclose(got.behavior_logprobs, reference_logprobs(model, got, SamplingParams()), atol=1e-4)
+
+
+def _servable(folder: Path, model: Any) -> Path:
+    """A directory of this model with the tokenizer of the tiny one."""
+    model.save_pretrained(folder)
+    prepared = prepare("tiny-llama").path
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        (folder / name).write_bytes((prepared / name).read_bytes())
+    return folder
