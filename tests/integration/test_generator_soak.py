@@ -202,7 +202,7 @@ async def replica(tmp_path: Path, repository: SpeakingModels, *, kv_policy: KvPo
             )
         )
         await asyncio.wait({serving, address}, timeout=60, return_when=asyncio.FIRST_COMPLETED)
-        client = GeneratorClient(address.result(), control_deadline_s=60.0)
+        client = GeneratorClient(address.result(), control_deadline_s=60.0, grace_s=UNANSWERED_S)
         try:
             yield client
         finally:

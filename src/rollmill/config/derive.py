@@ -133,7 +133,6 @@ def derive(config: RollmillConfig, *, facts: Any = None) -> Derived:
     rollouts = schedule.batch_groups * schedule.group_size
     model = None if facts is None else ModelFacts.of(facts)
     weights = None if model is None else model.parameters * BYTES_OF["float32"]
-    kept = kept_versions(config)
     return Derived(
         rollouts_per_step=rollouts,
         rollouts_of_run=rollouts * config.run.steps,
@@ -145,7 +144,7 @@ def derive(config: RollmillConfig, *, facts: Any = None) -> Derived:
         packed_tokens_per_step_at_most=_packed_tokens(config),
         kv_bytes_per_replica=None if model is None else _kv_bytes(config, model=model),
         weights_bytes=weights,
-        shared_bytes=None if weights is None else weights * kept,
+        shared_bytes=None if model is None else _shared_bytes(config, model=model),
         memory=() if model is None else _memory(config, model=model),
     )
 
@@ -248,8 +247,17 @@ def _packed_tokens(config: RollmillConfig) -> int:
 
 
 def _kv_bytes(config: RollmillConfig, *, model: ModelFacts) -> int:
+    if config.generator.kv_cache_memory_bytes is not None:
+        return config.generator.kv_cache_memory_bytes
     per_token = model.kv_bytes_per_token(dtype_bytes=serving_bytes(config))
     return config.generator.max_num_seqs * config.generator.max_model_len * per_token
+
+
+def _shared_bytes(config: RollmillConfig, *, model: ModelFacts) -> int:
+    """Return bytes of the kept versions; adapters lie on one copy of whole weights."""
+    versions = kept_versions(config) * _trained_parameters(config, model=model)
+    base = model.parameters if config.trainer.lora_rank else 0
+    return (base + versions) * BYTES_OF["float32"]
 
 
 def _memory(config: RollmillConfig, *, model: ModelFacts) -> tuple[Memory, ...]:
@@ -274,6 +282,8 @@ def _generator_parts(config: RollmillConfig, *, model: ModelFacts, staged: bool)
         "process": TORCH_PROCESS_BYTES,
         **weights,
         **({"spare_weights": sum(weights.values())} if staged else {}),
+        # While a version is loaded: the matrices with their differences added.
+        **({"merged_weights": model.parameters * BYTES_OF["float32"]} if config.trainer.lora_rank else {}),
         "kv": _kv_bytes(config, model=model),
         "logits": 2 * config.generator.max_num_seqs * model.vocabulary_size * BYTES_OF["float32"],
     }
@@ -299,11 +309,12 @@ def _trainer_parts(config: RollmillConfig, *, model: ModelFacts) -> dict[str, in
     tokens = min(config.trainer.micro_batch_tokens, _packed_tokens(config))
     # A loss token needs its logits, and their gradient in the backward pass.
     loss_tokens = min(tokens, _output_tokens(config))
+    trained = _trained_parameters(config, model=model)
     parts = {
         "process": TORCH_PROCESS_BYTES,
         "weights": model.parameters * BYTES_OF["float32"],
-        "gradients": model.parameters * BYTES_OF["float32"],
-        "optimizer": 2 * model.parameters * BYTES_OF["float32"],
+        "gradients": trained * BYTES_OF["float32"],
+        "optimizer": 2 * trained * BYTES_OF["float32"],
         "logits": 2 * loss_tokens * model.vocabulary_size * BYTES_OF["float32"],
         "activations": tokens * model.layers * ACTIVATION_FLOATS_PER_HIDDEN * model.hidden_size * compute,
     }
@@ -311,7 +322,16 @@ def _trainer_parts(config: RollmillConfig, *, model: ModelFacts) -> dict[str, in
         parts["autocast_copies"] = model.parameters * compute
     if config.trainer.checkpoint_in_background:
         # Left to itself it copies only where memory allows: no reason to refuse a run.
-        parts["checkpoint_copy"] = 3 * model.parameters * BYTES_OF["float32"]
+        parts["checkpoint_copy"] = (model.parameters + 2 * trained) * BYTES_OF["float32"]
     if config.algorithm.kl_coefficient > 0:
         parts["reference"] = model.parameters * BYTES_OF["float32"]
     return parts
+
+
+def _trained_parameters(config: RollmillConfig, *, model: ModelFacts) -> int:
+    """Return how many numbers are updated; of adapters at most so many: no layer is wider than 4 times the residual."""
+    trainer = config.trainer
+    if trainer.lora_rank == 0:
+        return model.parameters
+    pair = trainer.lora_rank * (model.hidden_size + 4 * model.hidden_size)
+    return min(model.parameters, model.layers * len(trainer.lora_targets) * pair)

@@ -330,6 +330,15 @@ class TrainerSettings(Section):
     """Compute precision (autocast); master weights stay float32. `auto` takes bfloat16 only where it is native."""
     learning_rate: float = knob(2e-5, raising="faster, less stable", lowering="slower, more stable", gt=0)
     """AdamW learning rate after warm-up."""
+    lora_rank: int = knob(0, raising="more that can be learned, larger publications", lowering="less of both", ge=0)
+    """Train low-rank differences of this rank (LoRA) instead of whole matrices, and publish those alone; 0 trains
+    everything. A learning rate about ten times larger is usual."""
+    lora_alpha: float = knob(32.0, raising="differences count more", lowering="differences count less", gt=0)
+    """The differences count `lora_alpha / lora_rank` times."""
+    lora_targets: tuple[str, ...] = knob(
+        ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"), min_length=1
+    )
+    """Linear layers that get a difference, by the last part of their names."""
     warmup_steps: int = knob(2, unit="optimizer steps", raising="gentler start", lowering="faster start", ge=0)
     """Linear warm-up."""
     betas: tuple[float, float] = knob((0.9, 0.99))

@@ -111,7 +111,8 @@ def _load(context: ProcessContext, model_path: str) -> tuple[Trainer, Checkpoint
     if path is None:
         return Trainer(load_policy(model_path), config=config, reference=reference), None
     checkpoint: Checkpoint = read_checkpoint(path)
-    trainer = Trainer(load_policy(path), config=config, reference=reference)
+    # Adapters are added to what the run started from; the checkpoint's own weights have them merged in.
+    trainer = Trainer(load_policy(model_path if config.trainer.lora_rank else path), config=config, reference=reference)
     trainer.load_state(
         model=checkpoint.model_tensors(),
         optimizer=checkpoint.optimizer_tensors(),

@@ -47,11 +47,15 @@ class CanaryScorer:
     """
 
     def __init__(self, model: PreTrainedModel, *, token_ids: np.ndarray, config: RollmillConfig) -> None:
-        # With the parameters in the memo, the copy holds empty ones in their place, tied where they were tied.
+        # With the trained parameters in the memo, the copy holds empty ones in their place, tied where they were tied;
+        # frozen ones are the same in both.
         memo: dict[int, object] = {
             id(parameter): torch.nn.Parameter(parameter.new_empty(0), requires_grad=False)
+            if parameter.requires_grad
+            else parameter
             for parameter in model.parameters()
         }
+        self._published = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
         self._model = copy.deepcopy(model, memo)
         self._token_ids = token_ids
         self._config = config
@@ -60,9 +64,10 @@ class CanaryScorer:
         """Return the canary of these weights.
 
         Args:
-            tensors: every distinct parameter by name, as published.
+            tensors: every distinct trained parameter by name, as published.
         """
-        parameters = dict(self._model.named_parameters())
+        named = dict(self._model.named_parameters())
+        parameters = {name: named[name] for name in self._published}
         try:
             for name, parameter in parameters.items():
                 parameter.data = tensors[name]

@@ -37,6 +37,7 @@ from rollmill.trainer.decisions import (
 from rollmill.trainer.metrics import StepMetrics
 from rollmill.trainer.publication import Publisher
 from rollmill.trainer.step import Trainer
+from rollmill.types import Adapter
 from rollmill.weights.protocol import ModelRepository, Publication
 
 OWNER = "trainer"
@@ -132,6 +133,7 @@ class TrainerLoop:
         self._steps_of: dict[int, int] = {}
         self._steps_trained = 0
         self._lease_expires_s = 0.0
+        self._adapter: Adapter | None = None
 
     def run(self) -> LoopResult:
         """Train until the controller says that nothing more comes, or until asked to stop.
@@ -309,6 +311,9 @@ class TrainerLoop:
     def _announce(self) -> None:
         """Publish the weights that the run starts from, unless that is done."""
         self._switch(TrainerCause.PUBLISH)
+        base = self._trainer.base_tensors()
+        if base is not None:
+            self._adapter = self._trainer.adapter_on(self._repository.put_base(base))
         latest = self._repository.latest()
         if latest is None or publication_due(
             latest, history_id=self._history_id, optimizer_step=self._trainer.optimizer_step
@@ -324,6 +329,7 @@ class TrainerLoop:
             optimizer_step=step,
             parent=self._published_version,
             at_s=self._clock.now_s(),
+            adapter=self._adapter,
         )
         self._published_version = publication.policy_version
         self._steps_of[publication.policy_version] = step

@@ -15,7 +15,7 @@ from concurrent.futures import Executor
 from typing import TYPE_CHECKING
 
 from rollmill.trainer.background import BackgroundJob
-from rollmill.types import Canary
+from rollmill.types import Adapter, Canary
 from rollmill.weights.protocol import ModelRepository, Publication
 
 if TYPE_CHECKING:
@@ -49,7 +49,13 @@ class Publisher:
         self._job = BackgroundJob("the publication", deadline_s=deadline_s, executor=executor)
 
     def begin(
-        self, tensors: Mapping[str, torch.Tensor], *, optimizer_step: int, parent: int | None, at_s: float
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        *,
+        optimizer_step: int,
+        parent: int | None,
+        at_s: float,
+        adapter: Adapter | None = None,
     ) -> Publication:
         """Copy the weights, after the publication before has ended; they may change again when this returns.
 
@@ -64,6 +70,7 @@ class Publisher:
             history_id=self._history_id,
             training_dtype=self._training_dtype,
             at_s=at_s,
+            adapter=adapter,
         )
 
     def finish(self, publication: Publication, *, then: Callable[[], None]) -> None:

@@ -30,11 +30,15 @@ from rollmill.config.schema import AlgorithmSettings, RollmillConfig
 from rollmill.errors import CheckpointError, ConfigError, InvariantViolation, NumericalFault
 from rollmill.trainer.canary import CanaryScorer, score_canary
 from rollmill.trainer.logprobs import PackedInput, packed_logprobs, prepare_model
+from rollmill.trainer.low_rank import adapt, base_of
 from rollmill.trainer.metrics import Mismatch, StepMetrics
 from rollmill.trainer.packing import MicroBatch, StepPlan, plan_step
-from rollmill.types import Canary, Group
+from rollmill.types import Adapter, Canary, Group
+from rollmill.weights.adapters import merged
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
+_ADAPTER = "adapter"
+"""Beside the moments in a checkpoint, where its weights are merged ones."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,8 +46,9 @@ class TrainerState:
     """Everything that a step depends on, for a checkpoint.
 
     Attributes:
-        model: name -> float32 tensor, each distinct tensor once (tied ones are not repeated).
-        optimizer: `exp_avg.<name>` and `exp_avg_sq.<name>` -> tensor; empty before the first update.
+        model: name -> float32 tensor, each distinct tensor once (tied ones are not repeated); adapters are merged in.
+        optimizer: `exp_avg.<name>` and `exp_avg_sq.<name>` -> tensor, none before the first update; adapters as
+            `adapter.<name>`.
         state: values that JSON can hold.
     """
 
@@ -126,6 +131,7 @@ class Trainer:
     def __init__(
         self, model: PreTrainedModel, *, config: RollmillConfig, reference: PreTrainedModel | None = None
     ) -> None:
+        self._adapters = _adapted(model, config)
         self.model = prepare_model(model)
         self.optimizer_step = 0
         self._config = config
@@ -134,12 +140,12 @@ class Trainer:
         self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._reference = self._frozen(reference) if self._loss.kl_coefficient > 0 else None
         head: Any = model.get_output_embeddings()
-        self._head_weights = head.weight.numel()
+        self._head_flops = _flops_per_token(head.weight)
         # an embedding is looked up, not multiplied; a tied one is the head's matrix
         embedding: Any = model.get_input_embeddings()
-        self._body_weights = sum(p.numel() for p in self._parameters.values()) - embedding.weight.numel()
+        self._body_flops = sum(map(_flops_per_token, model.parameters())) - _flops_per_token(embedding.weight)
         if head.weight is not embedding.weight:
-            self._body_weights -= self._head_weights
+            self._body_flops -= self._head_flops
 
     @functools.cached_property
     def _optimizer(self) -> torch.optim.AdamW:
@@ -311,8 +317,8 @@ class Trainer:
             sequences=len(plan.sequence_tokens),
             staleness_mean=sum(ages) / len(ages),
             staleness_max=float(max(ages)),
-            # forward 2, backward 4 per weight and token; attention scores are left out (a few percent when short)
-            model_flops=6.0 * (self._body_weights * plan.positions + self._head_weights * computed_loss_tokens),
+            # attention scores are left out (a few percent when short)
+            model_flops=self._body_flops * plan.positions + self._head_flops * computed_loss_tokens,
             statistics=sums.statistics,
             mismatch_fresh=sums.fresh,
             mismatch_stale=sums.stale,
@@ -321,8 +327,17 @@ class Trainer:
     # what others read
 
     def named_tensors(self) -> dict[str, torch.Tensor]:
-        """Return the live weights by name, each distinct tensor once: what is published."""
-        return {name: p.detach() for name, p in self.model.named_parameters()}
+        """Return the live weights by name, each distinct tensor once: what is published. Of adapters only those."""
+        return {name: p.detach() for name, p in self.model.named_parameters() if p.requires_grad}
+
+    def base_tensors(self) -> dict[str, torch.Tensor] | None:
+        """Return the frozen weights under the adapters, by name; `None` if whole weights are trained."""
+        return base_of(self.model) if self._adapters else None
+
+    def adapter_on(self, base_digest: str) -> Adapter:
+        """Return what the published tensors are added to, and how."""
+        trainer = self._config.trainer
+        return Adapter(base_digest=base_digest, rank=trainer.lora_rank, alpha=trainer.lora_alpha)
 
     def canary(self, token_ids: np.ndarray) -> Canary:
         """Score a fixed prompt with the present weights, for engines to agree with after loading.
@@ -353,22 +368,34 @@ class Trainer:
                 updates = int(moments["step"])
                 optimizer |= {f"{moment}.{name}": moments[moment] for moment in _MOMENTS}
         state = {"optimizer_step": self.optimizer_step, "adam_updates": updates}
-        return TrainerState(model=self.named_tensors(), optimizer=optimizer, state=state)
+        if not self._adapters:
+            return TrainerState(model=self.named_tensors(), optimizer=optimizer, state=state)
+        adapters = {f"{_ADAPTER}.{name}": p.detach() for name, p in self._adapters.items()}
+        return TrainerState(model=self._merged(self.named_tensors()), optimizer=optimizer | adapters, state=state)
+
+    def _merged(self, adapters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return merged(base_of(self.model), adapters, settings=self.adapter_on(""))
 
     def load_state(
         self, *, model: Mapping[str, torch.Tensor], optimizer: Mapping[str, torch.Tensor], state: Mapping[str, Any]
     ) -> None:
         """Take over a state that `state` returned.
 
+        With adapters, this model holds the weights that the run started from, not those of the checkpoint.
+
         Raises:
-            CheckpointError: if names or shapes do not fit this model; nothing is changed then.
+            CheckpointError: if names or shapes do not fit this model, or adapters were trained on another one; nothing
+                is changed then.
         """
-        _check_tensors("model", {name: p for name, p in self.model.named_parameters()}, model)
+        if self._adapters:
+            model, optimizer = self._split_adapters(model, optimizer)
+        else:
+            _check_tensors("model", dict(self.model.named_parameters()), model)
         if optimizer:
             moments = {f"{m}.{name}": p for name, p in self._parameters.items() for m in _MOMENTS}
             _check_tensors("optimizer", moments, optimizer)
         with torch.no_grad():
-            for name, parameter in self.model.named_parameters():
+            for name, parameter in self._parameters.items():
                 parameter.copy_(model[name])
         self._optimizer.state.clear()
         if optimizer:
@@ -378,6 +405,38 @@ class Trainer:
                     **{moment: optimizer[f"{moment}.{name}"].clone() for moment in _MOMENTS},
                 }
         self.optimizer_step = int(state["optimizer_step"])
+
+    def _split_adapters(
+        self, model: Mapping[str, torch.Tensor], optimizer: Mapping[str, torch.Tensor]
+    ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        """Return the adapters and the moments of a checkpoint, once they make its weights of this model."""
+        start = f"{_ADAPTER}."
+        adapters = {name.removeprefix(start): t for name, t in optimizer.items() if name.startswith(start)}
+        _check_tensors("adapter", self._adapters, adapters)
+        whole = self._merged(adapters)
+        _check_tensors("model", whole, model)
+        differing = [name for name, tensor in whole.items() if not torch.equal(tensor, model[name])]
+        if differing:
+            raise CheckpointError(
+                f"the checkpoint's adapters on this model do not give the checkpoint's weights: {len(differing)} "
+                f"tensors differ, {sorted(differing)[0]} for one. They were trained on another model.source"
+            )
+        return adapters, {name: t for name, t in optimizer.items() if not name.startswith(start)}
+
+
+def _adapted(model: PreTrainedModel, config: RollmillConfig) -> dict[str, torch.nn.Parameter]:
+    """Put adapters on the model where the configuration asks for them; return them, none for whole weights."""
+    trainer = config.trainer
+    if trainer.lora_rank == 0:
+        return {}
+    return adapt(
+        model, rank=trainer.lora_rank, alpha=trainer.lora_alpha, targets=trainer.lora_targets, seed=config.run.seed
+    )
+
+
+def _flops_per_token(weight: torch.Tensor) -> float:
+    """Return forward 2 and backward 4 per number; a frozen one needs no gradient of its own."""
+    return (6.0 if weight.requires_grad else 4.0) * weight.numel()
 
 
 def _check_finite(batch: MicroBatch, output: LossOutput, *, step: int) -> None:

@@ -66,6 +66,18 @@ def test_the_trainer_keeps_weights_gradients_and_two_moments_in_float32():
     assert parts["activations"] == 1696 * 2 * 16 * 64 * 4
 
 
+def test_adapters_need_gradients_and_moments_for_themselves_alone():
+    config = load_config(None, overrides=["trainer.dtype=float32", "trainer.lora_rank=4"]).config
+    derived = derive(config, facts=TINY)
+    parts = {memory.process: memory.parts for memory in derived.memory}
+    # 2 layers x 7 targets x rank 4 x (64 + 4 x 64) = 17,920 numbers at most, 71,680 bytes
+    trainer = parts["trainer"]
+    assert (trainer["weights"], trainer["gradients"], trainer["optimizer"]) == (4_000_000, 71_680, 143_360)
+    assert parts["generator-0"]["merged_weights"] == 4_000_000
+    # One copy of whole weights, and keep_versions 3 + 1 of the adapters.
+    assert derived.shared_bytes == 4_000_000 + 4 * 71_680
+
+
 def test_a_small_micro_batch_bounds_activations():
     config = load_config(None, overrides=["trainer.dtype=float32", "trainer.micro_batch_tokens=256"]).config
     parts = next(memory.parts for memory in derive(config, facts=TINY).memory if memory.process == "trainer")

@@ -21,7 +21,7 @@ from rollmill.testing import fake_manifest
 from rollmill.trainer.decisions import EndReason
 from rollmill.trainer.loop import OWNER, LoopResult, TrainerLoop
 from rollmill.trainer.step import Trainer, TrainerState
-from rollmill.types import Canary, Group, WeightManifest
+from rollmill.types import Adapter, Canary, Group, WeightManifest
 
 MOMENT = "exp_avg.model.embed_tokens.weight"
 
@@ -61,6 +61,10 @@ class Repository:
         self._log = log
         self._publish_s = publish_s
 
+    def put_base(self, tensors: Mapping[str, torch.Tensor]) -> str:
+        self._log.append("base")
+        return "base-digest"
+
     def prepare(
         self,
         tensors: Mapping[str, torch.Tensor],
@@ -70,6 +74,7 @@ class Repository:
         history_id: str,
         training_dtype: str,
         at_s: float,
+        adapter: Adapter | None = None,
     ) -> Copied:
         self._clock.advance(self._publish_s)
         manifest = fake_manifest(
@@ -80,6 +85,7 @@ class Repository:
             training_dtype=training_dtype,
             serving_dtype=training_dtype,
             published_at_s=at_s,
+            adapter=adapter,
         )
         self.copied.append(Copied(self, manifest, {name: t.clone() for name, t in tensors.items()}))
         return self.copied[-1]
