@@ -51,10 +51,11 @@ class Call:
         names: ids under which replicas know it or parts of it.
         causes: what became of it at each replica that did not answer it.
         aborted: whether its caller asked to end it.
+        gone: siblings that its caller asked to end alone.
     """
 
     __slots__ = (
-        "aborted", "ask", "attempts", "causes", "data", "deadline_at_s", "emit", "message", "names", "progress",
+        "aborted", "ask", "attempts", "causes", "data", "deadline_at_s", "emit", "gone", "message", "names", "progress",
         "started_s",
     )  # fmt: skip
 
@@ -72,6 +73,7 @@ class Call:
         self.attempts = 0
         self.causes: list[tuple[str, str]] = []
         self.aborted = False
+        self.gone: set[int] = set()
 
     def whole(self) -> Piece:
         """Return the call as one piece."""
@@ -90,18 +92,19 @@ class Call:
         spent_s = now_s - self.started_s
         return piece.data if spent_s < AT_THE_DEADLINE_S and piece.fresh else with_deadline(piece.data, left_s)
 
-    def is_cut(self, stop_reason: str, *, now_s: float) -> bool:
-        """Return whether a sample ended because of its replica (it drains), not of its caller or its deadline."""
+    def is_cut(self, index: int, stop_reason: str, *, now_s: float) -> bool:
+        """Return whether a sibling ended because of its replica (it drains), not of its caller or its deadline."""
         return (
             stop_reason == ABORT
             and not self.aborted
+            and index not in self.gone
             and not self.ask.wave_id
             and now_s < self.deadline_at_s - AT_THE_DEADLINE_S
         )
 
-    def end_open(self) -> list[int]:
-        """End the siblings that are open with what they have; return which those were."""
-        unfinished = self.progress.open()
+    def end_open(self, *, all_of_them: bool) -> list[int]:
+        """End siblings that are open with what they have, all or those that their caller ended; return which."""
+        unfinished = [index for index in self.progress.open() if all_of_them or index in self.gone]
         for index in unfinished:
             self.progress.samples[index].stop_reason = ABORT
         return unfinished

@@ -102,7 +102,7 @@ class Forwarder:
             await self._go_on(call)
             return call.progress.reply().SerializeToString()
         except _AbortedHere:
-            call.end_open()
+            call.end_open(all_of_them=True)
             return call.progress.reply().SerializeToString()
         finally:
             self._end(call)
@@ -121,26 +121,31 @@ class Forwarder:
             await self._whole(call)
             await self._go_on(call)
         except _AbortedHere:
-            for index in call.end_open():
+            for index in call.end_open(all_of_them=True):
                 await emit(call.progress.finished(index), None)
         finally:
             self._end(call)
 
     async def abort(self, request_id: str) -> bool:
-        """Abort exactly this request, wherever it is; return whether it was there."""
+        """Abort exactly this request, or this one sibling of one, wherever it is; return whether it was there."""
         call = self._calls.get(request_id)
-        if call is None:
+        if call is not None:
+            call.aborted = True
+            return any([await self._abort_named(name, request_id=name) for name in list(call.names)])
+        whole, _, number = request_id.rpartition("#")
+        call = self._calls.get(whole)
+        if call is None or not number.isdigit() or int(number) >= call.progress.siblings:
             return False
-        call.aborted = True
-        found = False
-        for name in list(call.names):
-            waiting = self._waiting.get(name)
-            if waiting is not None and not waiting.done():
-                waiting.set_exception(_AbortedHere())
-                found = True
-            for replica in self._law.where(name):
-                found = await self._abort_at(replica, name) or found
-        return found
+        call.gone.add(int(number))
+        return await self._abort_named(request_id if request_id in call.names else whole, request_id=request_id)
+
+    async def _abort_named(self, name: str, *, request_id: str) -> bool:
+        """Abort what the law knows under this name, which may be more than the request that is meant."""
+        waiting = self._waiting.get(name)
+        if waiting is not None and not waiting.done() and name == request_id:
+            waiting.set_exception(_AbortedHere())
+            return True
+        return any([await self._abort_at(replica, request_id) for replica in self._law.where(name)])
 
     async def _abort_at(self, replica: str, request_id: str) -> bool:
         upstream = self._upstreams.get(replica)
@@ -228,7 +233,7 @@ class Forwarder:
     def _whole_reply(self, call: Call, reply: bytes, *, replica: str) -> bytes | None:
         message = pb.GenerateReply.FromString(reply)
         now_s = self._clock.now_s()
-        cut = [one.index for one in message.samples if call.is_cut(one.stop_reason, now_s=now_s)]
+        cut = [one.index for one in message.samples if call.is_cut(one.index, one.stop_reason, now_s=now_s)]
         if not cut or not self._may_move(call):
             return reply
         call.progress.take_reply(message)
@@ -246,12 +251,12 @@ class Forwarder:
 
     async def _go_on(self, call: Call) -> None:
         """Let the siblings that were cut short go on elsewhere until all have ended."""
-        while open_ones := call.progress.open():
+        while call.progress.open():
             left_s = call.deadline_at_s - self._clock.now_s()
-            if left_s <= AT_THE_DEADLINE_S or call.aborted:
-                for index in call.end_open():
-                    await self._show(call, call.progress.finished(index))
-                return
+            over = left_s <= AT_THE_DEADLINE_S or call.aborted
+            for index in call.end_open(all_of_them=over):
+                await self._show(call, call.progress.finished(index))
+            open_ones = call.progress.open()
             self.moved += len(open_ones)
             pieces = [self._next_piece(call, index, deadline_s=left_s) for index in open_ones]
             await self._together(call, pieces)
@@ -266,14 +271,21 @@ class Forwarder:
 
     async def _together(self, call: Call, pieces: Sequence[Piece]) -> None:
         if len(pieces) == 1:
-            await self._piece(call, pieces[0])
+            await self._part(call, pieces[0])
             return
         try:
             async with asyncio.TaskGroup() as tasks:
                 for piece in pieces:
-                    tasks.create_task(self._piece(call, piece), name=piece.ask.request_id)
+                    tasks.create_task(self._part(call, piece), name=piece.ask.request_id)
         except BaseExceptionGroup as group:  # the others were cancelled because of the first
             raise group.exceptions[0] from group
+
+    async def _part(self, call: Call, piece: Piece) -> None:
+        try:
+            await self._piece(call, piece)
+        except _AbortedHere:
+            if call.aborted:  # else this sibling alone was meant
+                raise
 
     # -- one piece
 
@@ -290,17 +302,19 @@ class Forwarder:
                     raise call.cannot_move(failure.error) from failure
                 self._retry_or_raise(call, replica, failure, begun=begun)
                 if begun:
-                    return self._settled(call, piece, replica)
+                    return await self._settled(call, piece, replica)
                 piece = msgspec.structs.replace(piece, fresh=False)
             else:
                 return True
 
-    def _settled(self, call: Call, piece: Piece, replica: str) -> bool:
+    async def _settled(self, call: Call, piece: Piece, replica: str) -> bool:
+        """End the siblings that had all their tokens when the replica was lost; return false to start again."""
         if not call.progress.can_move():
             return False
-        known = replica in self._law.table
+        longest = self._law.table[replica].max_model_len if replica in self._law.table else 0
         for index in piece.siblings:
-            call.progress.settle(index, max_model_len=self._law.table[replica].max_model_len if known else 0)
+            if call.progress.settle(index, max_model_len=longest):
+                await self._show(call, call.progress.finished(index))
         return True
 
     async def _race(self, call: Call, piece: Piece, replica: str) -> None:
@@ -404,7 +418,7 @@ class Forwarder:
             await self._show(call, event, raw if as_it_is else None)
             return
         progress.take_finished(index, event.finished, base=base)
-        cut = call.is_cut(event.finished.stop_reason, now_s=self._clock.now_s())
+        cut = call.is_cut(index, event.finished.stop_reason, now_s=self._clock.now_s())
         if cut and self._may_move(call) and progress.can_move():
             progress.reopen(index)
             self._note_cut(call, replica)

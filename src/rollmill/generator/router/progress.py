@@ -173,18 +173,19 @@ class Progress:
 
     # -- how to go on
 
-    def settle(self, index: int, *, max_model_len: int = 0) -> None:
-        """End a sibling whose last token was its last, though its replica did not live to say so."""
+    def settle(self, index: int, *, max_model_len: int = 0) -> bool:
+        """End a sibling whose last token was its last, though its replica did not live to say so; return whether."""
         sample, sampling = self.samples[index], self.message.sampling
-        if not sample.output_ids or sample.stop_reason:
-            return
         have = len(sample.output_ids)
+        if not have or sample.stop_reason:
+            return False
         if sample.output_ids[-1] in self._stop_token_ids():
             sample.stop_reason = STOP
         elif (sampling.HasField("max_new_tokens") and have >= sampling.max_new_tokens) or (
             max_model_len and len(self.prompt_ids) + have >= max_model_len
         ):
             sample.stop_reason = LENGTH
+        return bool(sample.stop_reason)
 
     def move(self, index: int, *, deadline_s: float) -> pb.GenerateRequest:
         """Move a sibling: return the request that goes on with it."""

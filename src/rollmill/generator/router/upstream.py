@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from typing import Any, Protocol
 
 import grpc
@@ -198,3 +198,7 @@ def channel_to(address: str, *, tls: TlsFiles | None) -> grpc.aio.Channel:
     credentials = grpc.ssl_channel_credentials(files.ca, files.key, files.cert)
     options = (*_OPTIONS, ("grpc.ssl_target_name_override", tls.server_name)) if tls.server_name else _OPTIONS
     return grpc.aio.secure_channel(address, credentials, options=options)
+
+
+Connect = Callable[[str], Upstream]
+"""Opens a connection to a replica at `host:port`."""
