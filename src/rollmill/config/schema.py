@@ -243,6 +243,12 @@ class GeneratorSettings(Section):
         1, unit="threads", raising="faster if cores are idle", lowering="leaves cores to the trainer", ge=1
     )
     """Torch threads of each replica."""
+    borrowed_threads: int | None = knob(
+        None, unit="threads", raising="faster steps while the trainer waits", lowering="leaves cores to others", ge=0
+    )
+    """Further threads that a replica of the embedded engine takes while cores of the machine stand idle, and gives back
+    when they do not. `None`: as many as the trainer has, for it waits for data or computes; none in deterministic mode
+    and in `rollmill serve`."""
     dtype: Literal["auto", "float32", "bfloat16"] = knob("auto")
     """Serving precision; `auto` takes bfloat16 only where the CPU multiplies it natively."""
     kernels: Literal["auto", "native", "torch"] = knob("auto")

@@ -15,6 +15,7 @@ from rollmill.clock import Clock, SystemClock
 from rollmill.config.precision import resolve_dtype
 from rollmill.config.schema import GeneratorSettings, LimitSettings
 from rollmill.errors import EngineDead, EngineError, MissingExtraError, ModelError
+from rollmill.generator.cores import CoreBorrower
 from rollmill.generator.engines.fake import FakeEngine
 from rollmill.generator.engines.protocol import Engine, KvPolicy
 from rollmill.generator.loading import Replica
@@ -68,6 +69,7 @@ def build_engine(
     dtype: str = "auto",
     kernels: Literal["auto", "native", "torch"] = "auto",
     threads: int = 1,
+    borrow: int = 0,
     max_num_seqs: int,
     max_model_len: int,
     tensors: Mapping[str, torch.Tensor],
@@ -86,6 +88,7 @@ def build_engine(
         dtype: `auto`, `float32` or `bfloat16`.
         kernels: whether compiled kernels multiply with the weights: `auto`, `native` or `torch`.
         threads: torch threads of this process.
+        borrow: of `embedded`: further ones while cores stand idle; see `rollmill.generator.cores`.
         max_num_seqs: sequences decoded at once.
         max_model_len: longest prompt plus output, tokens.
         tensors: the first weights.
@@ -141,6 +144,9 @@ def build_engine(
         max_model_len=max_model_len,
         clock=clock,
         model=model,
+        before_step=None
+        if borrow == 0
+        else CoreBorrower(own=threads, borrow=borrow, set_threads=torch.set_num_threads, now_s=clock.now_s),
     )
 
 

@@ -71,6 +71,7 @@ def run_generator(context: ProcessContext) -> None:
         dtype=config.generator.dtype,
         kernels=config.generator.kernels,
         threads=config.generator.threads,
+        borrow=_borrowed_threads(context),
         max_num_seqs=config.generator.max_num_seqs,
         max_model_len=config.generator.max_model_len,
         tensors=tensors,
@@ -114,6 +115,15 @@ def run_generator(context: ProcessContext) -> None:
         layout.seconds(context.name, life=context.life),
         msgspec.structs.replace(book, closed_at_s=closed_at_s, seconds=seconds, closed=True),
     )
+
+
+def _borrowed_threads(context: ProcessContext) -> int:
+    """Return how many threads beside its own a replica may take while cores stand idle."""
+    config = context.config
+    if config.run.deterministic or context.name == EVALUATOR:
+        return 0
+    asked = config.generator.borrowed_threads
+    return config.trainer.threads if asked is None else asked
 
 
 async def _keep_books(context: ProcessContext, engine: Engine, *, engine_started_s: float, clock: SystemClock) -> None:
