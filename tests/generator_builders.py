@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig
 
 from rollmill.clock import Clock, SystemClock, VirtualClock
 from rollmill.errors import WeightError, WeightMismatch
+from rollmill.generator.engines.embedded.budget import MemoryParts, plan_kv
 from rollmill.generator.engines.embedded.core import EngineCore
 from rollmill.generator.engines.embedded.engine import EmbeddedEngine
 from rollmill.generator.engines.embedded.kv import BLOCK_TOKENS, KvCache
@@ -94,6 +95,7 @@ class SteppedEngine:
         max_num_seqs: int = 8,
         max_num_batched_tokens: int = 512,
         kv_blocks: int | None = None,
+        max_wait_s: float = 0.0,
         dtype: str = "float32",
         kernels: KernelChoice = "auto",
     ):
@@ -105,6 +107,14 @@ class SteppedEngine:
             tensors=tensors_of(model),
             kernels=kernels,
         )
+        budget = plan_kv(
+            block_bytes=1,
+            block_tokens=BLOCK_TOKENS,
+            max_num_seqs=max_num_seqs,
+            max_model_len=MAX_LEN,
+            parts=MemoryParts(weights=0, activations=0),
+            kv_cache_memory_bytes=None if kv_blocks is None else kv_blocks + MAX_LEN // BLOCK_TOKENS,
+        )
         self.core = EngineCore(
             served,
             policy_version=1,
@@ -112,11 +122,8 @@ class SteppedEngine:
             max_num_seqs=max_num_seqs,
             max_model_len=MAX_LEN,
             max_num_batched_tokens=max_num_batched_tokens,
-            kv=(
-                KvCache.for_sequences(served, max_num_seqs=max_num_seqs, max_model_len=MAX_LEN)
-                if kv_blocks is None
-                else KvCache(served, blocks=kv_blocks, scratch=MAX_LEN // BLOCK_TOKENS)
-            ),
+            kv=KvCache(served, budget=budget),
+            max_wait_s=max_wait_s,
             clock=self.clock,
             meter=self.meter,
         )

@@ -25,8 +25,9 @@ from safetensors.torch import load_file
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from rollmill.clock import SystemClock
+from rollmill.generator.engines.embedded.budget import MemoryParts, plan_kv
 from rollmill.generator.engines.embedded.core import EngineCore
-from rollmill.generator.engines.embedded.kv import KvCache
+from rollmill.generator.engines.embedded.kv import BLOCK_TOKENS, KvCache
 from rollmill.generator.engines.embedded.model import ServedModel
 from rollmill.generator.engines.embedded.native import Kernels
 from rollmill.generator.engines.meter import SecondsMeter
@@ -48,6 +49,13 @@ def new_core(kernels: Any, *, path: Path, slots: int) -> EngineCore:
     """Return an engine without its thread."""
     clock = SystemClock()
     model = ServedModel(path, dtype=torch.float32, tensors=load_file(path / "model.safetensors"), kernels=kernels)
+    budget = plan_kv(
+        block_bytes=model.block_bytes(BLOCK_TOKENS),
+        block_tokens=BLOCK_TOKENS,
+        max_num_seqs=slots,
+        max_model_len=128,
+        parts=MemoryParts(weights=model.buffer_bytes, activations=0),
+    )
     return EngineCore(
         model,
         policy_version=1,
@@ -55,7 +63,7 @@ def new_core(kernels: Any, *, path: Path, slots: int) -> EngineCore:
         max_num_seqs=slots,
         max_model_len=128,
         max_num_batched_tokens=512,
-        kv=KvCache.for_sequences(model, max_num_seqs=slots, max_model_len=128),
+        kv=KvCache(model, budget=budget),
         clock=clock,
         meter=SecondsMeter(clock, cause="startup"),
     )

@@ -246,11 +246,15 @@ def _packed_tokens(config: RollmillConfig) -> int:
     return _output_tokens(config) + config.schedule.batch_groups * longest_prompt
 
 
-def _kv_bytes(config: RollmillConfig, *, model: ModelFacts) -> int:
-    if config.generator.kv_cache_memory_bytes is not None:
-        return config.generator.kv_cache_memory_bytes
+def _kv_bytes(config: RollmillConfig, *, model: ModelFacts, staged: bool | None = None) -> int:
+    settings = config.generator
+    if settings.kv_cache_memory_bytes is not None:
+        return settings.kv_cache_memory_bytes
+    if settings.memory_limit_bytes is not None:
+        rest = _beside_kv(config, model=model, staged=settings.stage_weights if staged is None else staged)
+        return max(0, settings.memory_limit_bytes - sum(rest.values()))
     per_token = model.kv_bytes_per_token(dtype_bytes=serving_bytes(config))
-    return config.generator.max_num_seqs * config.generator.max_model_len * per_token
+    return settings.max_num_seqs * settings.max_model_len * per_token
 
 
 def _shared_bytes(config: RollmillConfig, *, model: ModelFacts) -> int:
@@ -276,6 +280,11 @@ def _memory(config: RollmillConfig, *, model: ModelFacts) -> tuple[Memory, ...]:
 
 
 def _generator_parts(config: RollmillConfig, *, model: ModelFacts, staged: bool) -> dict[str, int]:
+    kv = _kv_bytes(config, model=model, staged=staged)
+    return {**_beside_kv(config, model=model, staged=staged), "kv": kv}
+
+
+def _beside_kv(config: RollmillConfig, *, model: ModelFacts, staged: bool) -> dict[str, int]:
     weights = _served_weights(config, model=model)
     # Logits twice: the scores and their sorted or cumulated copy for sampling, in float32 whatever the precision.
     return {
@@ -284,7 +293,6 @@ def _generator_parts(config: RollmillConfig, *, model: ModelFacts, staged: bool)
         **({"spare_weights": sum(weights.values())} if staged else {}),
         # While a version is loaded: the matrices with their differences added.
         **({"merged_weights": model.parameters * BYTES_OF["float32"]} if config.trainer.lora_rank else {}),
-        "kv": _kv_bytes(config, model=model),
         "logits": 2 * config.generator.max_num_seqs * model.vocabulary_size * BYTES_OF["float32"],
     }
 

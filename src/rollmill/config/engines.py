@@ -12,12 +12,12 @@ from rollmill.config.schema import GeneratorSettings, Section
 
 OBEYED_BY: dict[str, tuple[str, ...]] = {
     "kernels": ("embedded",),
-    "max_num_batched_tokens": ("vllm", "sglang"),
-    "max_wait_ms": (),
-    "kv_cache_memory_bytes": ("vllm", "sglang"),
-    "memory_limit_bytes": (),
+    "max_num_batched_tokens": ("embedded", "vllm", "sglang"),
+    "max_wait_ms": ("embedded",),
+    "kv_cache_memory_bytes": ("embedded", "vllm", "sglang"),
+    "memory_limit_bytes": ("embedded",),
     "gpu_memory_utilization": ("vllm", "sglang"),
-    "enable_prefix_caching": ("vllm", "sglang"),
+    "enable_prefix_caching": ("embedded", "vllm", "sglang"),
     "kv_cache_dtype": ("vllm", "sglang"),
     "tensor_parallel_size": ("vllm", "sglang"),
     "data_parallel_size": ("vllm",),

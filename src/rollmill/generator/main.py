@@ -96,7 +96,7 @@ def build_engine(
         digest: their digest.
         clock: stamps, deadlines and the seconds ledger.
         model: of `embedded`, if it was made before and holds these weights.
-        settings: of `vllm`: all that is not said above; defaults if `None`.
+        settings: all that is not said above; defaults if `None`.
         log: of `vllm`: file for what its server prints; in a folder that goes with the server if `None`.
 
     Raises:
@@ -133,6 +133,7 @@ def build_engine(
     from rollmill.generator.engines.embedded.engine import EmbeddedEngine
 
     torch.set_num_threads(threads)
+    more = GeneratorSettings() if settings is None else settings
     return EmbeddedEngine(
         path,
         dtype=resolve_dtype(dtype),
@@ -142,6 +143,12 @@ def build_engine(
         digest=digest,
         max_num_seqs=max_num_seqs,
         max_model_len=max_model_len,
+        max_num_batched_tokens=more.max_num_batched_tokens,
+        max_wait_ms=more.max_wait_ms,
+        kv_cache_memory_bytes=more.kv_cache_memory_bytes,
+        memory_limit_bytes=more.memory_limit_bytes,
+        enable_prefix_caching=more.enable_prefix_caching,
+        stage_weights=more.stage_weights,
         clock=clock,
         model=model,
         before_step=None

@@ -43,7 +43,8 @@ class EngineCore:
         digest: their digest.
         max_num_seqs: sequences decoded at once.
         max_model_len: longest prompt plus output, tokens.
-        max_num_batched_tokens: most tokens of one pass, decoded ones and those of prompts; more than `max_num_seqs`.
+        max_num_batched_tokens: most tokens of one pass, decoded ones and those of prompts; at least
+            `max_num_seqs`.
         kv: where KV lies; holds at least one sequence of `max_model_len`.
         clock: stamps and deadlines.
         meter: where the seconds go.

@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import contextlib
+import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -27,9 +28,10 @@ import numpy as np
 import torch
 
 from rollmill.clock import Clock
-from rollmill.errors import EngineDead, EngineError
+from rollmill.errors import ConfigError, EngineDead, EngineError
+from rollmill.generator.engines.embedded.budget import MemoryParts, plan_kv
 from rollmill.generator.engines.embedded.core import EngineCore
-from rollmill.generator.engines.embedded.kv import KvCache
+from rollmill.generator.engines.embedded.kv import BLOCK_TOKENS, KvCache
 from rollmill.generator.engines.embedded.linears import KernelChoice
 from rollmill.generator.engines.embedded.model import ServedModel
 from rollmill.generator.engines.meter import SecondsMeter
@@ -38,6 +40,7 @@ from rollmill.generator.engines.sequence import Sequence, check_request
 from rollmill.types import GenerateRequest, TokenChunk, Turn
 
 R = TypeVar("R")
+_log = logging.getLogger(__name__)
 
 _JOIN_S = 30.0
 """Longest wait for the worker to finish its step, and for staging to finish its tensor, when the engine ends."""
@@ -78,12 +81,20 @@ class EmbeddedEngine:
         clock: deadlines, timings and the seconds ledger.
         max_num_batched_tokens: most tokens of one pass, decoded ones and those of prompts; `None` leaves 512 for
             prompts.
+        max_wait_ms: how long an idle engine holds the first request for company; 0 never.
+        kv_cache_memory_bytes: memory of keys and values; `None` takes what `memory_limit_bytes` leaves, and without
+            that what `max_num_seqs` sequences of `max_model_len` tokens need.
+        memory_limit_bytes: of the whole process: keys and values get what it leaves beside weights and activations.
+        enable_prefix_caching: whether KV outlives its request, for others that begin alike. Requests that run at the
+            same time share either way.
+        stage_weights: whether a second set of weights will be in memory; counted against the limit.
         kernels: whether compiled kernels multiply with the weights: `auto`, `native` or `torch`.
         before_step: called on the worker thread before each step; an exception from it kills the engine. For fault
             injection and for tests that hold the engine between two steps.
         model: made from these arguments before, and holding these weights; made here if `None`.
 
     Raises:
+        ConfigError: if the memory that is given holds no sequence, or a pass no prompt.
         ModelError: if the architecture cannot be served.
         WeightError: if the tensors do not fit it.
     """
@@ -100,6 +111,11 @@ class EmbeddedEngine:
         max_model_len: int,
         clock: Clock,
         max_num_batched_tokens: int | None = None,
+        max_wait_ms: float = 0.0,
+        kv_cache_memory_bytes: int | None = None,
+        memory_limit_bytes: int | None = None,
+        enable_prefix_caching: bool = True,
+        stage_weights: bool = True,
         kernels: KernelChoice = "auto",
         before_step: Callable[[], None] | None = None,
         model: ServedModel | None = None,
@@ -110,14 +126,34 @@ class EmbeddedEngine:
         # Building the engine is its process's start-up; the engine's own seconds begin when it is made.
         self._meter = SecondsMeter(clock, cause="startup")
         max_model_len = min(max_model_len, model.context_len)
+        limit = max_num_batched_tokens or max_num_seqs + _PROMPT_TOKENS
+        if limit < max_num_seqs:
+            raise ConfigError(
+                f"generator.max_num_batched_tokens {limit} is less than generator.max_num_seqs {max_num_seqs}: a pass "
+                "could not give every sequence a token; raise the first or lower the second"
+            )
+        self._budget = plan_kv(
+            block_bytes=model.block_bytes(BLOCK_TOKENS),
+            block_tokens=BLOCK_TOKENS,
+            max_num_seqs=max_num_seqs,
+            max_model_len=max_model_len,
+            parts=MemoryParts(
+                weights=model.buffer_bytes * (2 if stage_weights else 1),
+                activations=model.activation_bytes(tokens=limit, rows=max_num_seqs, length=max_model_len),
+            ),
+            kv_cache_memory_bytes=kv_cache_memory_bytes,
+            memory_limit_bytes=memory_limit_bytes,
+        )
+        _log.info("%s", self._budget.text())
         self._core = EngineCore(
             model,
             policy_version=policy_version,
             digest=digest,
             max_num_seqs=max_num_seqs,
             max_model_len=max_model_len,
-            max_num_batched_tokens=max_num_batched_tokens or max_num_seqs + _PROMPT_TOKENS,
-            kv=KvCache.for_sequences(model, max_num_seqs=max_num_seqs, max_model_len=max_model_len),
+            max_num_batched_tokens=limit,
+            kv=KvCache(model, budget=self._budget if enable_prefix_caching else self._budget.without_idle()),
+            max_wait_s=max_wait_ms / 1e3,
             clock=clock,
             meter=self._meter,
         )
@@ -151,6 +187,7 @@ class EmbeddedEngine:
             capabilities=(*CAPABILITIES, "native_kernels") if model.native_kernels else CAPABILITIES,
             policy_version=core.policy_version,
             digest=core.digest,
+            kv_budget=self._budget.text(),
         )
 
     async def generate(self, request: GenerateRequest, *, on_tokens: OnTokens | None = None) -> Turn:

@@ -9,11 +9,12 @@ from __future__ import annotations
 import numpy as np
 
 from rollmill.generator.engines.embedded.blocks import BlockStore, BlockTable, Match
+from rollmill.generator.engines.embedded.budget import KvBudget
 from rollmill.generator.engines.embedded.model import ServedModel
 from rollmill.generator.engines.sequence import Sequence
 
 BLOCK_TOKENS = 16
-_IDLE_SEQUENCES = 8
+"""Tokens of a block: at head dimension 64 the keys of one head fill a page of memory."""
 
 
 class KvCache:
@@ -21,23 +22,16 @@ class KvCache:
 
     Args:
         model: gives the shape.
-        blocks: for sequences.
-        scratch: blocks beside those, for scores.
-        idle_limit: most blocks kept for later requests, `None` for all.
+        budget: how many blocks there are, and how many are kept for later requests.
     """
 
-    def __init__(self, model: ServedModel, *, blocks: int, scratch: int, idle_limit: int | None = None) -> None:
-        self.pool = model.new_pool(blocks=scratch + blocks, size=BLOCK_TOKENS)
-        self.store = BlockStore(blocks=blocks, size=BLOCK_TOKENS, first=scratch, idle_limit=idle_limit)
+    def __init__(self, model: ServedModel, *, budget: KvBudget) -> None:
+        size, scratch = budget.block_tokens, budget.scratch
+        self.pool = model.new_pool(blocks=scratch + budget.blocks, size=size)
+        self.store = BlockStore(blocks=budget.blocks, size=size, first=scratch, idle_limit=budget.idle_limit)
         self.scratch = BlockTable(blocks=list(range(scratch)))
         self._tables: dict[Sequence, BlockTable] = {}
         self._chunk: BlockTable | None = None
-
-    @classmethod
-    def for_sequences(cls, model: ServedModel, *, max_num_seqs: int, max_model_len: int) -> KvCache:
-        """Return room for that many sequences of the greatest length; what eight leave behind is kept for others."""
-        longest = -(-max_model_len // BLOCK_TOKENS)
-        return cls(model, blocks=max_num_seqs * longest, scratch=longest, idle_limit=_IDLE_SEQUENCES * longest)
 
     def blocks_of(self, sequence: Sequence) -> list[int]:
         """Return the blocks of a running sequence, in order."""

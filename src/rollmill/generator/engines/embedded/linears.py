@@ -131,6 +131,12 @@ class Destination:
         for packed in self._packed:
             packed.swap()
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the serving buffers."""
+        plain = 0 if self._plain is None else self._plain.nbytes
+        return plain + sum(packed.buffers()[0].nbytes for packed in self._packed)
+
     def buffers(self) -> list[torch.Tensor]:
         """Return every buffer that holds this tensor, serving or spare."""
         plain = [buffer for buffer in (self._plain, self._spare) if buffer is not None]

@@ -128,6 +128,25 @@ class ServedModel:
             dtype=self.dtype,
         )
 
+    def block_bytes(self, size: int) -> int:
+        """Return bytes of keys and values of `size` tokens in all layers."""
+        return 2 * self.layers * self.kv_heads * self.head_dim * size * self.dtype.itemsize
+
+    def activation_bytes(self, *, tokens: int, rows: int, length: int) -> int:
+        """Return about how much memory a pass takes beside weights and KV.
+
+        Args:
+            tokens: computed in it.
+            rows: of logits that are sampled from, in float32, scores and probabilities.
+            length: longest sequence that is looked at.
+        """
+        text = self._model.config.get_text_config()
+        hidden, heads = int(text.hidden_size), int(text.num_attention_heads)
+        inner = int(getattr(text, "intermediate_size", None) or 4 * hidden)
+        masks = (1 + heads // self.kv_heads) * length
+        widest = 4 * hidden + 3 * inner + 2 * (heads + 2 * self.kv_heads) * self.head_dim + masks
+        return 4 * (tokens * widest + 2 * rows * self.vocabulary_size)
+
     def check(self, tensors: Mapping[str, torch.Tensor]) -> list[tuple[Destination, torch.Tensor]]:
         """Return (destination, new value) for every parameter, having copied nothing.
 
@@ -175,6 +194,11 @@ class ServedModel:
     def weight_bytes(self) -> int:
         """Bytes of one version in the serving precision; a tied tensor counts once."""
         return sum(math.prod(destination.shape) for _, destination in self._destinations) * self.dtype.itemsize
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Bytes of the serving set as it lies in memory, packed or plain."""
+        return sum(destination.nbytes for _, destination in self._destinations)
 
     def buffers(self) -> list[torch.Tensor]:
         """Return every buffer that holds weights: plain and packed, serving and spare."""
