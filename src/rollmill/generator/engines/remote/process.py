@@ -1,0 +1,145 @@
+"""A server as a child process: started, waited for, read of its errors, ended.
+
+Its own process group; the kernel ends it with this process (with the thread that started it, on Linux: start it from
+one that lives as long as the engine). Decides nothing about requests.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from rollmill.clock import Clock
+from rollmill.errors import ConfigError, DeadlineExceeded, EngineDead
+from rollmill.generator.engines.vllm.server import first_error
+
+_LAUNCHER = Path(__file__).parent / "server_side" / "launch.py"
+_LOOK_EVERY_S = 0.2
+_LOG_TAIL_CHARACTERS = 1000
+
+
+class ServerProcess:
+    """A running server, with a folder of its own that only this user can enter.
+
+    Args:
+        product: its name in sentences.
+        section: its part of the configuration, for messages, as `generator.sglang`.
+        python: interpreter of its environment.
+        module: that it is started by.
+        arguments: of the server.
+        environment: its variables, whole.
+        folder: its own, made by `own_folder`; removed when it is stopped.
+        log: file for what it prints; in its folder if `None`.
+
+    Raises:
+        ConfigError: if it cannot be started.
+    """
+
+    def __init__(
+        self,
+        *,
+        product: str,
+        section: str,
+        python: Path,
+        module: str,
+        arguments: Sequence[str],
+        environment: Mapping[str, str],
+        folder: Path,
+        log: Path | None = None,
+    ) -> None:
+        self._product = product
+        self._section = section
+        self._folder = folder
+        self.log = folder / "server.log" if log is None else log
+        command = [str(python), str(_LAUNCHER), str(os.getpid()), module, *arguments]
+        try:
+            with self.log.open("wb") as output:
+                self._process = subprocess.Popen(
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    env=dict(environment),
+                    process_group=0,
+                )
+        except OSError as error:
+            raise ConfigError(
+                f"the {product} server cannot be started with {python}: {error.strerror or error}. Give the "
+                f"interpreter of an environment with {product} as {section}.python."
+            ) from error
+        self.pid = self._process.pid
+        self._ends = os.pidfd_open(self.pid)
+        self._stopped = False
+
+    @property
+    def ends(self) -> int:
+        """A file descriptor that can be read once it has ended; closed by `stop`."""
+        return self._ends
+
+    @property
+    def exit_code(self) -> int | None:
+        """How it ended, or `None` while it runs."""
+        return self._process.poll()
+
+    def wait_until(self, ready: Callable[[], bool], *, deadline_s: float, clock: Clock) -> None:
+        """Return when it is ready.
+
+        Raises:
+            EngineDead: if it ends before, with its first error.
+            DeadlineExceeded: if it takes too long, with the end of its log.
+        """
+        started_s = clock.now_s()
+        while not ready():
+            if self.exit_code is not None:
+                raise EngineDead(self.last_words())
+            waited_s = clock.now_s() - started_s
+            if waited_s > deadline_s:
+                raise DeadlineExceeded(
+                    f"the {self._product} server was not ready after {waited_s:.0f} s ({self._section}.start_deadline_s"
+                    f" {deadline_s:g}). The end of its log, {self.log}: {self._log_tail()}"
+                )
+            with contextlib.suppress(subprocess.TimeoutExpired):  # the usual case: it lives
+                self._process.wait(_LOOK_EVERY_S)
+
+    def last_words(self) -> str:
+        """Return in a sentence that it ended, and its first error."""
+        code = self.exit_code
+        how = "runs no more" if code is None else f"was killed by signal {-code}" if code < 0 else f"ended with {code}"
+        error = first_error(self._read_log()) or f"none; it ends with: {self._log_tail()}"
+        return f"the {self._product} server (pid {self.pid}) {how}; first error in {self.log}: {error}"
+
+    def stop(self, *, grace_s: float) -> None:
+        """End it and its children: politely, then not. Blocks for `grace_s` at most; idempotent."""
+        if self._stopped:
+            return
+        self._stopped = True
+        if self.exit_code is None:
+            self._process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):  # killed below
+                self._process.wait(grace_s)
+        # Its own children share its group, also when it is gone already.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        self._process.wait()
+        os.close(self._ends)
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _log_tail(self) -> str:
+        return self._read_log()[-_LOG_TAIL_CHARACTERS:].strip() or "(empty)"
+
+    def _read_log(self) -> str:
+        try:
+            return self.log.read_text(encoding="utf-8", errors="replace")
+        except OSError as error:
+            return f"(the log cannot be read: {error})"
+
+
+def own_folder(product: str) -> Path:
+    """Make a folder for one server that only this user can enter."""
+    return Path(tempfile.mkdtemp(prefix=f"rollmill-{product.lower()}-"))
