@@ -16,6 +16,7 @@ _COMMANDS = {
     "engine": "rollmill.cli.engine_commands:engine_group",
     "eval": "rollmill.cli.evaluate:evaluate_command",
     "model": "rollmill.cli.model_commands:model_group",
+    "router": "rollmill.cli.router:router_command",
     "serve": "rollmill.cli.serve:serve_command",
     "summary": "rollmill.cli.summary:summary_command",
     "train": "rollmill.cli.train:train_command",
