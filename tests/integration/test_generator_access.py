@@ -6,6 +6,7 @@ import asyncio
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -92,7 +93,8 @@ async def test_the_token_guards_every_service_but_health():
         service(quick_engine(), repository, access=Access(token=TOKEN), token=TOKEN) as client,
         open_channel(client.address) as channel,
     ):
-        health = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=5)
+        stub: Any = health_pb2_grpc.HealthStub(channel)
+        health = await stub.Check(health_pb2.HealthCheckRequest(), timeout=5)
         refused: list[str] = []
         asked = rl_pb.GenerateRequest(request_id="a", prompt_ids=[1], max_new_tokens=1)
         reflection = channel.stream_stream("/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo")

@@ -62,7 +62,7 @@ async def refused(call: Any) -> tuple[str, str, dict[str, str]]:
 
 
 async def read_to_the_end(stream: Any) -> None:
-    while await stream.read() is not grpc.aio.EOF:
+    while await stream.read() is not grpc.aio.EOF:  # pyright: ignore[reportAttributeAccessIssue]
         pass
 
 

@@ -8,11 +8,13 @@ import os
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import grpc
 import numpy as np
 import pytest
 from google.protobuf.descriptor_pool import DescriptorPool
+from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
@@ -47,14 +49,14 @@ def described(address: str) -> dict[str, dict[str, tuple[bool, dict[str, int]]]]
         }
 
 
-def called_by_reflection(address: str, *, asked: dict[str, object]) -> object:
+def called_by_reflection(address: str, *, asked: dict[str, object]) -> Any:
     """Reply of the minimal interface to a client that knows no .proto: the bytes are made from what reflection says."""
     with grpc.insecure_channel(address, options=(("grpc.enable_http_proxy", 0),)) as channel:
         pool = DescriptorPool(ProtoReflectionDescriptorDatabase(channel))
         method = pool.FindServiceByName(MINIMAL).FindMethodByName("Generate")
         call = channel.unary_unary(
             f"/{MINIMAL}/Generate",
-            request_serializer=lambda message: message.SerializeToString(),
+            request_serializer=Message.SerializeToString,
             response_deserializer=GetMessageClass(method.output_type).FromString,
         )
         return call(GetMessageClass(method.input_type)(**asked), timeout=10)
@@ -89,13 +91,13 @@ async def test_a_client_that_knows_no_proto_can_call_what_reflection_describes()
     async with service(quick_engine(), repository) as client:
         asked = {"request_id": "a", "prompt_ids": [1, 2], "max_new_tokens": 6}
         reply = await asyncio.to_thread(called_by_reflection, client.address, asked=asked)
-    assert (reply.request_id, len(reply.output_ids), reply.num_generated_tokens) == ("a", 6, 6)  # pyright: ignore[reportAttributeAccessIssue]
+    assert (reply.request_id, len(reply.output_ids), reply.num_generated_tokens) == ("a", 6, 6)
 
 
 async def test_health_is_known_for_every_service_that_is_served():
     repository, _, _ = two_versions()
     async with service(quick_engine(), repository) as client, open_channel(client.address) as channel:
-        stub = health_pb2_grpc.HealthStub(channel)
+        stub: Any = health_pb2_grpc.HealthStub(channel)
         for name in ("", OURS, MINIMAL):
             reply = await stub.Check(health_pb2.HealthCheckRequest(service=name), timeout=5)
             assert reply.status == reply.SERVING

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 import grpc
 from google.protobuf.message import DecodeError
@@ -17,8 +18,8 @@ from rollmill.generator.security import admits
 from rollmill.generator.statuses import error_to_status
 
 Context = grpc.aio.ServicerContext
-Handler = grpc.RpcMethodHandler
-Continue = Callable[[grpc.HandlerCallDetails], Awaitable[Handler]]
+Handler = grpc.RpcMethodHandler[Any, Any]
+Continue = Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]]
 
 
 def interceptors(*, token: str | None) -> tuple[grpc.aio.ServerInterceptor, ...]:
@@ -46,7 +47,9 @@ class TokenInterceptor(grpc.aio.ServerInterceptor):
     def __init__(self, token: str) -> None:
         self._token = token
 
-    async def intercept_service(self, continuation: Continue, handler_call_details: grpc.HandlerCallDetails) -> Handler:
+    async def intercept_service(
+        self, continuation: Continue, handler_call_details: grpc.HandlerCallDetails
+    ) -> Handler | None:
         """Pass the call on, or answer it with UNAUTHENTICATED before its message is read."""
         handler = await continuation(handler_call_details)
         given = dict(handler_call_details.invocation_metadata or ()).get("authorization")
@@ -70,10 +73,12 @@ class FormatInterceptor(grpc.aio.ServerInterceptor):
     def __init__(self) -> None:
         self._checking: dict[str, tuple[Handler, Handler]] = {}
 
-    async def intercept_service(self, continuation: Continue, handler_call_details: grpc.HandlerCallDetails) -> Handler:
+    async def intercept_service(
+        self, continuation: Continue, handler_call_details: grpc.HandlerCallDetails
+    ) -> Handler | None:
         """Return the handler behind a check of its message; made once for each method."""
         handler, method = await continuation(handler_call_details), str(handler_call_details.method)
-        if handler is None or handler.request_streaming or handler.request_deserializer is None:
+        if handler is None or handler.request_streaming:
             return handler
         known = self._checking.get(method)
         if known is None or known[0] is not handler:
@@ -89,10 +94,10 @@ class _NoMessage:
 
 
 def _checking(handler: Handler) -> Handler:
-    behavior = handler.unary_stream if handler.response_streaming else handler.unary_unary
-    if not inspect.iscoroutinefunction(behavior):
-        return handler
+    behavior: Any = handler.unary_stream if handler.response_streaming else handler.unary_unary
     read = handler.request_deserializer
+    if read is None or not inspect.iscoroutinefunction(behavior):
+        return handler
 
     def parse(data: bytes) -> object:
         try:

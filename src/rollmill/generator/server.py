@@ -22,7 +22,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from rollmill.config.schema import LimitSettings
-from rollmill.errors import ConfigError, DataError, RollmillError
+from rollmill.errors import ConfigError, DataError, InvariantViolation, RollmillError
 from rollmill.generator.event_stream import EventStream
 from rollmill.generator.interceptors import abort_with, interceptors
 from rollmill.generator.proto import policy_inference_pb2 as pb
@@ -263,6 +263,8 @@ def bind(server: grpc.aio.Server, address: str, *, access: Access | None = None)
         if access is None or access.tls is None:
             return server.add_insecure_port(address)
         files = access.tls.read()
+        if files.key is None or files.cert is None:
+            raise InvariantViolation("an access with TLS has a certificate and a key; it was checked when it was made")
         credentials = grpc.ssl_server_credentials(
             [(files.key, files.cert)], root_certificates=files.ca, require_client_auth=access.mutual
         )

@@ -77,7 +77,8 @@ STATUSES: tuple[WireStatus, ...] = (  # the first row that fits
         kind=SlowReader,
         grpc="RESOURCE_EXHAUSTED",
         http=408,
-        when="the caller of a stream fell behind by more than `generator.limits.stream_events`",
+        when="the caller of a stream fell behind by `generator.limits.stream_events`, or took none for "
+        "`generator.limits.stream_stall_s`",
     ),
     WireStatus(
         kind=NotServing, grpc="UNAVAILABLE", http=503, when="the replica is starting, dirty or draining: ask another"
