@@ -18,8 +18,8 @@ from rollmill.generator.security import admits
 from rollmill.generator.statuses import error_to_status
 
 Context = grpc.aio.ServicerContext
-Handler = grpc.RpcMethodHandler[Any, Any]
-Continue = Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]]
+Handler = grpc.RpcMethodHandler
+Continue = Callable[[grpc.HandlerCallDetails], Awaitable[Any]]
 
 
 def interceptors(*, token: str | None) -> tuple[grpc.aio.ServerInterceptor, ...]:
