@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import json
 import os
 import signal
 import subprocess
@@ -41,7 +42,7 @@ QUICK = {
 class Scaler:
     """A running autoscaler and what it told."""
 
-    def __init__(self, folder: Path, *, command: list[str], **settings: Any) -> None:
+    def __init__(self, folder: Path, *, command: list[str], router: str | None = None, **settings: Any) -> None:
         self.events: list[ScalingEvent] = []
         self.stop = asyncio.Event()
         self.list = folder / "replicas.txt"
@@ -50,6 +51,7 @@ class Scaler:
             directory=folder / "replicas",
             replicas_file=self.list,
             settings=ScalingSettings(**{**QUICK, **settings}),
+            router=router,
             poll_s=0.1,
             drain_s=20.0,
         )
@@ -83,8 +85,10 @@ class Scaler:
 
 
 @contextlib.asynccontextmanager
-async def scaling(folder: Path, *, command: list[str], **settings: Any) -> AsyncIterator[Scaler]:
-    scaler = Scaler(folder, command=command, **settings)
+async def scaling(
+    folder: Path, *, command: list[str], router: str | None = None, **settings: Any
+) -> AsyncIterator[Scaler]:
+    scaler = Scaler(folder, command=command, router=router, **settings)
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(scaler.autoscaler.run(scaler.stop))
         try:
@@ -96,10 +100,10 @@ async def scaling(folder: Path, *, command: list[str], **settings: Any) -> Async
 
 
 class Callers:
-    """Callers that keep so many requests in flight, and send each to the next replica on the list, as a router does."""
+    """Callers that keep so many requests in flight, and send each to the next address that takes it."""
 
-    def __init__(self, scaler: Scaler) -> None:
-        self._scaler = scaler
+    def __init__(self, addresses: Callable[[], list[str]]) -> None:
+        self._addresses = addresses
         self._clients: dict[str, GeneratorClient] = {}
         self._numbers = itertools.count()
         self.turns: list[Turn] = []
@@ -115,7 +119,7 @@ class Callers:
         )
         async with asyncio.timeout(DEADLINE_S):
             while True:
-                addresses = self._scaler.addresses()
+                addresses = self._addresses()
                 if not addresses:
                     await asyncio.sleep(0.01)
                     continue
@@ -150,7 +154,7 @@ async def test_replicas_come_with_load_and_go_without_it_and_no_request_is_lost(
     # 4 seats, and 20 tokens of 10 ms: one replica ends 20 turns/s at most, and 24 callers need three to wait for less
     # than 0.2 s.
     async with scaling(tmp_path, command=["--seats", "4", "--step-s", "0.01"], max_replicas=3) as scaler:
-        callers = Callers(scaler)
+        callers = Callers(scaler.addresses)
         async with asyncio.TaskGroup() as tasks:
             await scaler.until(lambda: scaler.count("serving") == 1)
             tasks.create_task(callers.keep_busy(24))
@@ -166,6 +170,46 @@ async def test_replicas_come_with_load_and_go_without_it_and_no_request_is_lost(
     assert {(turn.stop_reason, len(turn.output_ids)) for turn in callers.turns} == {(StopReason.LENGTH, TOKENS)}
     assert scaler.count("lost") == scaler.count("failed") == 0
     assert all("with 0 requests unfinished" in event.text for event in scaler.events if event.kind == "left")
+
+
+@contextlib.asynccontextmanager
+async def router(replicas: Path) -> AsyncIterator[str]:
+    """The real router, on a list of replicas that changes."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "rollmill.cli", "router", "--replicas-file", str(replicas), "--json"),
+        *("--set", "list_s=0.1", "--set", "poll_s=0.1"),
+        stdout=asyncio.subprocess.PIPE,
+    )
+    assert process.stdout is not None
+    try:
+        async with asyncio.timeout(DEADLINE_S):
+            document = await process.stdout.readuntil(b"\n}\n")
+        yield json.loads(document)["grpc"]
+    finally:
+        process.terminate()
+        assert await process.wait() == 0
+
+
+@pytest.mark.slow
+async def test_behind_a_router_its_queue_starts_replicas_and_leaving_ones_lose_nothing(tmp_path):
+    listed = tmp_path / "replicas.txt"
+    write_replicas_file(listed, ())
+    async with (
+        router(listed) as address,
+        # A router gives 4 seats 5 samples and keeps the rest: a replica alone would look almost idle.
+        scaling(tmp_path, command=["--seats", "4", "--step-s", "0.01"], router=address, max_replicas=3) as scaler,
+    ):
+        callers = Callers(lambda: [address])
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(callers.keep_busy(24))
+            await scaler.until(lambda: scaler.count("serving") == 3)
+            callers.wanted = 2
+            await scaler.until(lambda: scaler.count("left") == 2)
+            callers.wanted = 0
+        await callers.close()
+    assert len(callers.turns) > 24
+    assert {(turn.stop_reason, len(turn.output_ids)) for turn in callers.turns} == {(StopReason.LENGTH, TOKENS)}
+    assert scaler.count("lost") == scaler.count("failed") == 0
 
 
 async def test_a_replica_that_is_killed_is_replaced_and_leaves_the_list(tmp_path):
@@ -184,7 +228,7 @@ async def test_told_to_stop_it_lets_replicas_finish_what_they_run(tmp_path):
     # 20 tokens of 50 ms: all four requests still run when it is told to stop.
     async with scaling(tmp_path, command=["--step-s", "0.05"]) as scaler:
         await scaler.until(lambda: scaler.count("serving") == 1)
-        callers = Callers(scaler)
+        callers = Callers(scaler.addresses)
         watching = GeneratorClient(scaler.addresses()[0])
         async with asyncio.TaskGroup() as tasks:
             for _ in range(4):
