@@ -1,11 +1,11 @@
-"""What every engine must do, run against the embedded engine (tiny random Llama) and the fake one."""
+"""What every engine must do, run against the embedded engine (tiny random Llama), the fake one, and a real vLLM."""
 
 from __future__ import annotations
 
 import asyncio
 import math
 import threading
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -25,10 +25,13 @@ from generator_builders import (
 from rollmill.clock import SystemClock
 from rollmill.errors import DataError, EngineDead, EngineError, WeightMismatch
 from rollmill.generator.engines.fake import FakeEngine
-from rollmill.generator.engines.protocol import Engine, OnTokens
+from rollmill.generator.engines.protocol import Engine, EngineLoad, OnTokens
 from rollmill.types import GenerateRequest, SamplingParams, StopReason, TokenChunk, Turn
+from vllm_server import SharedServer, why_not
 
 OLD, NEW = random_model(seed=1), random_model(seed=2)
+LONG = 140
+"""Output tokens of a request that still runs when something happens to it."""
 
 
 class Gate:
@@ -61,6 +64,9 @@ class Gate:
 
 class Subject:
     """An engine with what a test needs to know about it. The fake runs on the test's own thread: no gate is needed."""
+
+    died_of: type[Exception] = RuntimeError
+    last_words = "pulled the plug"
 
     def __init__(self, engine: Engine, *, kill: Callable[[], None], gate: Gate | None = None) -> None:
         self.engine = engine
@@ -99,6 +105,10 @@ class Subject:
     def new_weights(self) -> Mapping[str, torch.Tensor]:
         return tensors_of(NEW)
 
+    async def look(self) -> EngineLoad:
+        """Return the load of now."""
+        return self.engine.load()
+
 
 class EmbeddedSubject(Subject):
     def expected(self, turn: Turn, sampling: SamplingParams, *, version: int) -> np.ndarray:
@@ -120,8 +130,63 @@ class FakeSubject(Subject):
         return np.array(rows, dtype=np.float32)
 
 
-@pytest.fixture(params=["embedded", "fake"])
+class VllmSubject(Subject):
+    """A server steps when it likes: what runs is long, and what happened is read off the spans."""
+
+    died_of = EngineDead
+    last_words = "was killed by signal 9"
+
+    def __init__(self, server: SharedServer) -> None:
+        super().__init__(server.engine(), kill=server.kill)
+        self._server = server
+
+    async def running(self, asked: GenerateRequest, *, on_tokens: OnTokens | None = None) -> asyncio.Task[Turn]:
+        two = asyncio.Event()
+
+        def hear(chunk: TokenChunk) -> None:
+            if chunk.start_token + len(chunk.output_ids) >= 2:
+                two.set()
+            if on_tokens is not None:
+                on_tokens(chunk)
+
+        task = asyncio.ensure_future(self.engine.generate(asked, on_tokens=hear))
+        async with asyncio.timeout(20):
+            await two.wait()
+        return task
+
+    def expected(self, turn: Turn, sampling: SamplingParams, *, version: int) -> np.ndarray:
+        return reference_logprobs({1: self._server.old, 2: self._server.new}[version], turn, sampling)
+
+    def new_weights(self) -> Mapping[str, torch.Tensor]:
+        return tensors_of(self._server.new)
+
+    async def look(self) -> EngineLoad:
+        await self.engine.pause("keep")
+        load = self.engine.load()
+        await self.engine.resume()
+        return load
+
+
+@pytest.fixture(scope="module")
+def vllm_server(tmp_path_factory) -> Iterator[SharedServer]:
+    if (reason := why_not()) is not None:
+        pytest.skip(reason)
+    server = SharedServer(tmp_path_factory.mktemp("vllm"))
+    yield server
+    server.stop()
+
+
+REAL = (pytest.mark.slow, pytest.mark.integration, pytest.mark.timeout(600))
+
+
+@pytest.fixture(params=["embedded", "fake", pytest.param("vllm", marks=REAL)])
 async def subject(request, tmp_path) -> AsyncIterator[Subject]:
+    if request.param == "vllm":
+        # On this thread: the kernel ends the server with the thread that started it.
+        real = VllmSubject(request.getfixturevalue("vllm_server"))
+        yield real
+        await real.engine.close()
+        return
     if request.param == "fake":
         fake = FakeEngine(clock=SystemClock(), digest="digest-1", max_num_seqs=8, max_model_len=MAX_LEN)
         yield FakeSubject(fake, kill=lambda: fake.kill(RuntimeError("pulled the plug")))
@@ -167,7 +232,7 @@ async def test_log_probs_are_those_of_the_distribution_that_was_sampled_from(sub
 
 
 async def test_the_version_spans_partition_the_output_across_an_update(subject):
-    task = await subject.running(request("a", prompt_of(5), max_new_tokens=60))
+    task = await subject.running(request("a", prompt_of(5), max_new_tokens=LONG))
     await subject.act(subject.engine.pause("keep"))
     before = subject.engine.load().output_tokens
     await update(subject)
@@ -175,7 +240,7 @@ async def test_the_version_spans_partition_the_output_across_an_update(subject):
     turn = await task
     assert [(s.start_token, s.end_token, s.policy_version) for s in turn.version_spans] == [
         (0, before, 1),
-        (before, 60, 2),
+        (before, LONG, 2),
     ]
 
 
@@ -208,7 +273,7 @@ async def test_the_chunks_of_a_stream_are_the_turn_and_the_turn_is_the_one_witho
 
 async def test_a_stream_across_an_update_has_chunks_of_both_versions_and_none_of_mixed_ones(subject):
     chunks: list[TokenChunk] = []
-    task = await subject.running(request("a", prompt_of(5), max_new_tokens=60), on_tokens=chunks.append)
+    task = await subject.running(request("a", prompt_of(5), max_new_tokens=LONG), on_tokens=chunks.append)
     await subject.act(subject.engine.pause("keep"))
     await update(subject)
     await subject.engine.resume()
@@ -221,16 +286,16 @@ async def test_a_stream_across_an_update_has_chunks_of_both_versions_and_none_of
 
 async def test_an_aborted_stream_has_given_every_token_of_its_partial_turn(subject):
     chunks: list[TokenChunk] = []
-    task = await subject.running(request("a", prompt_of(5), max_new_tokens=60), on_tokens=chunks.append)
+    task = await subject.running(request("a", prompt_of(5), max_new_tokens=LONG), on_tokens=chunks.append)
     await subject.act(subject.engine.abort("a"))
     turn = await task
     assert turn.stop_reason is StopReason.ABORT
     assert joined(chunks)[0] == turn.output_ids.tolist()
-    assert 0 < len(turn.output_ids) < 60
+    assert 0 < len(turn.output_ids) < LONG
 
 
 async def test_weights_made_ready_are_served_only_after_their_update(subject):
-    task = await subject.running(request("a", prompt_of(5), max_new_tokens=60))
+    task = await subject.running(request("a", prompt_of(5), max_new_tokens=LONG))
     weights = subject.new_weights()
     await subject.act(subject.engine.stage(weights, policy_version=2))
     assert (subject.engine.info().policy_version, subject.engine.info().digest) == (1, "digest-1")
@@ -248,7 +313,7 @@ async def test_weights_made_ready_are_served_only_after_their_update(subject):
 
 
 async def test_no_token_is_produced_between_pause_and_resume(subject):
-    task = await subject.running(request("a", prompt_of(5), max_new_tokens=60))
+    task = await subject.running(request("a", prompt_of(5), max_new_tokens=LONG))
     await subject.act(subject.engine.pause("keep"))
     await subject.engine.pause("keep")
     before = subject.engine.load()
@@ -260,14 +325,14 @@ async def test_no_token_is_produced_between_pause_and_resume(subject):
     assert before.paused
     assert (during.output_tokens, during.running) == (before.output_tokens, 1)
     await subject.engine.resume()
-    assert len((await task).output_ids) == 60
+    assert len((await task).output_ids) == LONG
     assert len((await waiting).output_ids) == 8
 
 
 async def test_a_new_request_with_an_old_prompt_gets_the_new_policy(subject):
     prompt = prompt_of(20)
     await subject.engine.generate(request("old", prompt, group_key="g"))
-    running = await subject.running(request("running", prompt, group_key="g", max_new_tokens=60))
+    running = await subject.running(request("running", prompt, group_key="g", max_new_tokens=LONG))
     await subject.act(subject.engine.pause("keep"))
     await update(subject, kv="keep")
     await subject.engine.resume()
@@ -279,8 +344,8 @@ async def test_a_new_request_with_an_old_prompt_gets_the_new_policy(subject):
 
 
 async def test_abort_of_a1_leaves_a10_alone(subject):
-    a1 = asyncio.ensure_future(subject.engine.generate(request("a1", prompt_of(5), max_new_tokens=60)))
-    a10 = await subject.running(request("a10", prompt_of(5), max_new_tokens=60))
+    a1 = asyncio.ensure_future(subject.engine.generate(request("a1", prompt_of(5), max_new_tokens=LONG)))
+    a10 = await subject.running(request("a10", prompt_of(5), max_new_tokens=LONG))
     assert await subject.act(subject.engine.abort("a1"))
     assert not await subject.engine.abort("a1")
     assert (await a1).stop_reason is StopReason.ABORT
@@ -288,20 +353,20 @@ async def test_abort_of_a1_leaves_a10_alone(subject):
 
 
 async def test_a_partial_turn_carries_ids_and_log_probs_and_its_tokens_go_on_as_they_would_have(subject):
-    whole = await subject.engine.generate(request("whole", prompt_of(5), max_new_tokens=60, seed=3))
-    task = await subject.running(request("part", prompt_of(5), max_new_tokens=60, seed=3))
+    whole = await subject.engine.generate(request("whole", prompt_of(5), max_new_tokens=LONG, seed=3))
+    task = await subject.running(request("part", prompt_of(5), max_new_tokens=LONG, seed=3))
     await subject.act(subject.engine.abort("part"))
     part = await task
     n = len(part.output_ids)
     assert part.stop_reason is StopReason.ABORT
-    assert 0 < n < 60
+    assert 0 < n < LONG
     assert part.output_ids.tolist() == whole.output_ids[:n].tolist()
     np.testing.assert_allclose(part.behavior_logprobs, whole.behavior_logprobs[:n], atol=1e-5)
     assert part.version_spans[-1].end_token == n
 
 
 async def test_pause_abort_ends_everything_with_what_it_has(subject):
-    tasks = [await subject.running(request(f"r{n}", prompt_of(5), max_new_tokens=60)) for n in range(2)]
+    tasks = [await subject.running(request(f"r{n}", prompt_of(5), max_new_tokens=LONG)) for n in range(2)]
     await subject.act(subject.engine.pause("abort"))
     assert subject.engine.load().running == 0
     turns = await asyncio.gather(*tasks)
@@ -309,11 +374,11 @@ async def test_pause_abort_ends_everything_with_what_it_has(subject):
 
 
 async def test_pause_drain_lets_running_requests_finish_and_keeps_waiting_ones(subject):
-    task = await subject.running(request("a", prompt_of(5), max_new_tokens=60))
+    task = await subject.running(request("a", prompt_of(5), max_new_tokens=LONG))
     draining = asyncio.ensure_future(subject.engine.pause("drain"))
     late = asyncio.ensure_future(subject.engine.generate(request("late", prompt_of(5))))
     await subject.act(draining, late)
-    assert len((await task).output_ids) == 60
+    assert len((await task).output_ids) == LONG
     assert not late.done()
     await update(subject)
     await subject.engine.resume()
@@ -330,7 +395,7 @@ async def test_a_repeated_update_changes_nothing_and_one_with_another_digest_is_
     await subject.engine.pause("keep")
     first, second = await update(subject), await update(subject)
     assert (first.changed, second.changed, second.nbytes) == (True, False, 0)
-    assert first.nbytes == sum(parameter.nbytes for parameter in NEW.parameters())
+    assert first.nbytes == sum(tensor.nbytes for tensor in subject.new_weights().values())
     with pytest.raises(WeightMismatch):
         await subject.engine.update(subject.new_weights(), policy_version=2, digest="other", kv="keep")
 
@@ -382,7 +447,7 @@ async def test_more_requests_than_slots_are_all_served_in_turn(subject):
         *(subject.engine.generate(request(f"r{n}", prompt_of(4 + n % 5, seed=n), seed=n)) for n in range(21))
     )
     assert [len(turn.output_ids) for turn in turns] == [8] * 21
-    load = subject.engine.load()
+    load = await subject.look()
     assert (load.running, load.waiting, load.output_tokens) == (0, 0, 21 * 8)
     assert load.kv_used_tokens == 0
 
@@ -412,10 +477,10 @@ async def test_a_request_that_cannot_be_served_is_refused_with_its_numbers(subje
 
 
 async def test_an_id_in_use_is_refused(subject):
-    task = await subject.running(request("a", prompt_of(5), max_new_tokens=60))
+    task = await subject.running(request("a", prompt_of(5), max_new_tokens=LONG))
     with pytest.raises(EngineError, match="in use"):
         await subject.act(subject.engine.generate(request("a", prompt_of(5))))
-    assert len((await task).output_ids) == 60
+    assert len((await task).output_ids) == LONG
 
 
 async def test_a_request_for_a_newer_version_is_refused(subject):
@@ -427,15 +492,15 @@ async def test_a_request_for_a_newer_version_is_refused(subject):
 
 
 async def test_a_killed_engine_fails_all_requests_keeps_the_first_cause_and_is_not_healthy(subject):
-    tasks = [await subject.running(request(f"r{n}", prompt_of(5), max_new_tokens=60)) for n in range(2)]
+    tasks = [await subject.running(request(f"r{n}", prompt_of(5), max_new_tokens=LONG)) for n in range(2)]
     assert subject.engine.healthy()
     subject.kill()
     for task in tasks:
-        with pytest.raises(EngineDead, match="pulled the plug") as died:
+        with pytest.raises(EngineDead, match=subject.last_words) as died:
             await task
-        assert isinstance(died.value.__cause__, RuntimeError)
+        assert isinstance(died.value.__cause__, subject.died_of)
     assert not subject.engine.healthy()
-    with pytest.raises(EngineDead, match="pulled the plug"):
+    with pytest.raises(EngineDead, match=subject.last_words):
         await subject.engine.generate(request("late", prompt_of(5)))
     with pytest.raises(EngineDead):
         await subject.engine.pause("keep")
@@ -452,7 +517,7 @@ async def test_past_its_deadline_a_request_ends_with_what_it_has_also_while_paus
 
 
 async def test_cancelling_a_caller_frees_its_slot(subject):
-    task = await subject.running(request("a", prompt_of(5), max_new_tokens=60))
+    task = await subject.running(request("a", prompt_of(5), max_new_tokens=LONG))
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
@@ -461,7 +526,7 @@ async def test_cancelling_a_caller_frees_its_slot(subject):
 
 
 async def test_closing_returns_partial_turns_and_refuses_later_calls(subject):
-    task = await subject.running(request("a", prompt_of(5), max_new_tokens=60))
+    task = await subject.running(request("a", prompt_of(5), max_new_tokens=LONG))
     await subject.act(subject.engine.close())
     await subject.engine.close()
     assert (await task).stop_reason is StopReason.ABORT

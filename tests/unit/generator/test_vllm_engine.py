@@ -411,6 +411,8 @@ async def test_what_the_adapter_asked_for_itself_is_not_counted_as_output(world)
     load = world.engine.load()
     assert (load.output_tokens, load.prefill_tokens) == (5, 3)
     assert (load.kv_used_tokens, load.kv_capacity_tokens) == (0, 320)  # 10 blocks of 32, and nothing runs
+    await world.engine.score(np.array([1, 2, 3]))
+    assert world.engine.load().output_tokens == 5
     assert {"startup", "decode", "idle", "paused"} <= load.seconds.keys()
     assert sum(load.seconds.values()) == pytest.approx(load.wall_s)
 

@@ -28,6 +28,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
 import numpy as np
 
 from rollmill.clock import Clock
@@ -126,9 +127,8 @@ class VllmEngine:
         self._queue: deque[Live] = deque()
         self._numbers = itertools.count(1)
         # What the server counts and no caller asked for: what came before, and scores.
-        self._own_output_tokens = started.before.output_tokens
-        self._own_prompt_tokens = started.before.prompt_tokens - started.before.cached_tokens
-        self._at_pause: Metrics | None = None
+        self._own = started.before
+        self._at_pause: tuple[Metrics, Metrics] | None = None
         self._flushes = 0
         self._gate_open, self._paused, self._peeked = True, False, False
         self._unproven: int | None = None
@@ -226,7 +226,8 @@ class VllmEngine:
                 await self._ask(PAUSE_KEEP)
             self._paused = True
             self._note_change()
-            self._at_pause = read_metrics((await self._ask(METRICS, method="GET")).decode())
+            if self._at_pause is None:
+                self._at_pause = (read_metrics((await self._ask(METRICS, method="GET")).decode()), self._own)
 
     async def stage(self, tensors: Mapping[str, torch.Tensor], *, policy_version: int) -> None:
         """Write weights that lie in no file yet into one, in shared memory, while the old ones serve.
@@ -315,7 +316,7 @@ class VllmEngine:
 
     def load(self) -> EngineLoad:
         """Return how busy the engine is. Tokens and KV are those of the watch's last look, or of a pause's begin."""
-        metrics = self._at_pause or self._watch.metrics
+        metrics, own = self._at_pause or (self._watch.metrics, self._own)
         wall_s, seconds = self._meter.read()
         sent = self._sent()
         # The server counts its KV when it makes a step, and makes none after the last request.
@@ -327,10 +328,12 @@ class VllmEngine:
             kv_capacity_tokens=metrics.kv_capacity_tokens,
             paused=self._paused,
             policy_version=self._policy_version,
-            output_tokens=max(0, metrics.output_tokens - self._own_output_tokens),
-            prefill_tokens=max(0, metrics.prompt_tokens - metrics.cached_tokens - self._own_prompt_tokens),
-            cached_tokens=max(0, metrics.cached_tokens - self._started.before.cached_tokens),
-            preemptions=max(0, metrics.preemptions - self._started.before.preemptions),
+            output_tokens=max(0, metrics.output_tokens - own.output_tokens),
+            prefill_tokens=max(
+                0, metrics.prompt_tokens - metrics.cached_tokens - own.prompt_tokens + own.cached_tokens
+            ),
+            cached_tokens=max(0, metrics.cached_tokens - own.cached_tokens),
+            preemptions=max(0, metrics.preemptions - own.preemptions),
             wall_s=wall_s,
             seconds=seconds,
         )
@@ -568,8 +571,11 @@ class VllmEngine:
         given: list[int] = ids.tolist()
         body = score_body(given, server_id=server_id, salt=f"score.{server_id}")
         reply = await self._here().generate(body, deadline_s=self._settings.vllm.control_deadline_s)
-        self._own_output_tokens += 1
-        self._own_prompt_tokens += len(given)
+        self._own = msgspec.structs.replace(
+            self._own,
+            output_tokens=self._own.output_tokens + 1,
+            prompt_tokens=self._own.prompt_tokens + len(given),
+        )
         return read_scores(reply, token_ids=given, server_id=server_id)
 
     # -- waiting

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import socket
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -120,7 +121,7 @@ def bring_up(
         WeightError: if the weights cannot be handed over.
     """
     with client_of(server, timeout_s=_LOOK_TIMEOUT_S) as client:
-        wait(lambda: _answers(client))
+        wait(lambda: _listens(server) and _answers(client))
     with client_of(server, timeout_s=settings.vllm.start_deadline_s) as client:
         path = spool.write(tensors, policy_version=policy_version)
         for step in first_steps(str(path), policy_version=policy_version):
@@ -135,10 +136,20 @@ def bring_up(
         return read_metrics(client.get("/metrics").text)
 
 
+def _listens(server: Server) -> bool:
+    """Return whether anybody answers on the socket; the HTTP client would leave each refused one open."""
+    with contextlib.closing(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)) as probe:
+        try:
+            probe.connect(str(server.socket))
+        except OSError:  # not made, or nobody listens yet
+            return False
+        return True
+
+
 def _answers(client: httpx.Client) -> bool:
     try:
         return client.get("/health").status_code == httpx.codes.OK
-    except httpx.TransportError:  # no socket yet
+    except httpx.TransportError:  # it listens, and is not ready
         return False
 
 
