@@ -170,4 +170,4 @@ def choices_of(events: Sequence[Any], *, index: int) -> Iterator[Any]:
 
 def chat(text: str = "2+2?", **fields: Any) -> dict[str, Any]:
     """Body of a chat."""
-    return {"model": MODEL, "messages": [{"role": "user", "content": text}], "max_tokens": 8, **fields}
+    return {"model": MODEL, "messages": [{"role": "user", "content": text}], "max_tokens": 8, "seed": 1, **fields}

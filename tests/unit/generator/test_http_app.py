@@ -281,7 +281,7 @@ def test_a_stream_that_fails_half_way_ends_with_an_error_and_no_end_mark():
     async def scenario(client, service):
         return await client.post(CHAT, json=chat(stream=True, max_tokens=50, deadline_s=3.5, ignore_eos=True))
 
-    answer = in_world(scenario, latency=ONE_S)
+    answer = in_world(scenario, latency=ONE_S, script=says("a long story"))
     *events, last = events_of(answer.text)
     assert answer.status_code == 200
     assert len(events) == 4  # the role, then a token each second
@@ -467,7 +467,9 @@ def test_a_reader_that_takes_nothing_for_too_long_is_cut_off_and_frees_its_place
         await asking
         return service.status().running, peer, asyncio.get_running_loop().time() - stuck_s
 
-    running, peer, waited_s = in_world(scenario, latency=ONE_S, limits=LimitSettings(stream_stall_s=7.0))
+    running, peer, waited_s = in_world(
+        scenario, latency=ONE_S, limits=LimitSettings(stream_stall_s=7.0), script=says("a" * 100)
+    )
     assert running == 0
     assert peer.cut
     assert 6.0 <= waited_s <= 8.5  # the first token that could not be handed over came within a second
@@ -486,7 +488,7 @@ def test_a_reader_that_falls_behind_is_told_so_and_memory_stays_bounded():
         return had, peer
 
     limits = LimitSettings(stream_stall_s=1000.0, stream_events=16)
-    had, peer = in_world(scenario, latency=ONE_S, limits=limits)
+    had, peer = in_world(scenario, latency=ONE_S, limits=limits, script=says("a" * 100))
     assert had < 30
     assert events_of(peer.body)[-1]["error"]["code"] == "slow_reader"
     assert not peer.cut

@@ -297,7 +297,7 @@ def test_the_token_api_takes_what_vllms_clients_send():
     }
     call = decode(json.dumps(body).encode(), TokenRequest)
     assert plan(call).logprobs
-    assert prompts_of(call)[0].tolist() == [1, 2]
+    assert np.asarray(prompts_of(call)[0]).tolist() == [1, 2]
 
 
 def test_aborts_need_their_ids():

@@ -189,13 +189,14 @@ class CompletionAnswer(_Common):
         return CompletionReply(id=self._plan.request_id, choices=choices, usage=self._usage(samples), **self._head)
 
     def opening(self) -> list[msgspec.Struct]:
-        """Return one event for each sample, with its prompt, if ids are shown."""
+        """Return one event for each prompt, with its ids, if they are shown."""
         if not self._plan.return_token_ids:
             return []
-        count = self._plan.siblings * len(self._plan.requests)
         return [
-            self._chunk(CompletionChoice(index=i, text="", prompt_token_ids=self._prompt(i // self._plan.siblings)))
-            for i in range(count)
+            self._chunk(
+                CompletionChoice(index=number * self._plan.siblings, text="", prompt_token_ids=self._prompt(number))
+            )
+            for number in range(len(self._plan.requests))
         ]
 
     def piece(self, index: int, *, text: str, ids: Sequence[int], logprobs: Sequence[float]) -> CompletionReply | None:

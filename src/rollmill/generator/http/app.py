@@ -36,6 +36,8 @@ from rollmill.generator.wire import Prompt
 _log = logging.getLogger(__name__)
 _LONG_TEXT = 20_000
 """Characters above which a prompt becomes ids beside the loop: below it that takes less than 20 ms."""
+_STEPS_BEHIND = 4
+"""Steps of all samples of a stream that may wait for its reader, where there are more samples than events may wait."""
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 Handler = Callable[[Exchange], Awaitable[None]]
@@ -210,7 +212,9 @@ class HttpApp:
         await exchange.answer_json(answer.whole(samples))
 
     async def _stream(self, exchange: Exchange, plan: Plan, *, answer: Answer) -> None:
-        events = Events(limit=self._limits.stream_events)
+        # All samples gain a token in one step of the engine, before the reader can take any.
+        samples = plan.siblings * len(plan.requests)
+        events = Events(limit=max(self._limits.stream_events, _STEPS_BEHIND * samples))
         sampler = Sampler(self._service, plan, wants_text=answer.wants_text, hearer=_Heard(answer, events=events))
 
         async def produce() -> None:

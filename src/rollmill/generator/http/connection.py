@@ -45,6 +45,11 @@ def connection_class(limits: HttpLimits, *, keepalive_s: float, silent_s: float)
             else:
                 self._head_came()
 
+        def on_response_complete(self) -> None:
+            super().on_response_complete()
+            if self.conn.their_state is h11.IDLE and self.conn.trailing_data[0]:  # a head that came too early, in part
+                self._expect_head()
+
         def _expect_head(self) -> None:
             if self._head_timer is None:
                 self._head_timer = self.loop.call_later(limits.header_s, self.transport.abort)
