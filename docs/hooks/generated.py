@@ -175,6 +175,17 @@ def _short_ref(reference: str) -> str:
     return reference.rpartition("/")[2]
 
 
+def metrics_table() -> str:
+    """Return what a replica exports to Prometheus, and under which other names."""
+    from rollmill.generator.metrics import ALIASES, METRICS
+
+    other = {name: alias for alias, name in ALIASES.items()}
+    rows = ["| Metric | Kind | Meaning | vLLM's name |", "|---|---|---|---|"]
+    for name, (kind, meaning) in METRICS.items():
+        rows.append(f"| `{name}` | {kind} | {meaning} | {f'`{other[name]}`' if name in other else ''} |")
+    return "\n".join(rows)
+
+
 def _tree(kind: type[errors.RollmillError], depth: int = 0) -> Iterator[tuple[type[errors.RollmillError], int]]:
     yield kind, depth
     for child in kind.__subclasses__():
@@ -200,4 +211,5 @@ GENERATED: dict[str, Callable[[], str]] = {
     "<!-- generated: api of rollmill.generator.v1 -->": lambda: api_of(OURS),
     "<!-- generated: api of rl_inference -->": lambda: api_of(MINIMAL),
     "<!-- generated: api over HTTP -->": api_http,
+    "<!-- generated: metrics -->": metrics_table,
 }
