@@ -1,6 +1,7 @@
 """A setting that the chosen engine does not obey is refused with the engines that do."""
 
 import typing
+from pathlib import Path
 
 import pytest
 
@@ -37,3 +38,15 @@ def test_the_table_names_settings_and_engines_that_exist():
     assert set(OBEYED_BY) <= set(GeneratorSettings.model_fields)
     known = set(typing.get_args(GeneratorSettings.model_fields["engine"].annotation))
     assert {engine for engines in OBEYED_BY.values() for engine in engines} <= known
+
+
+def test_the_page_shows_the_table_as_it_is():
+    page = (Path(__file__).parents[3] / "docs" / "howto" / "generator.md").read_text()
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in page.splitlines() if line.startswith("|")]
+    header = next(row for row in rows if row[:2] == ["Setting", "embedded"])
+    shown = {row[0].strip("`"): row for row in rows if len(row) == len(header)}
+    for setting, engines in OBEYED_BY.items():
+        if setting in ("vllm", "sglang"):  # tables of one engine alone
+            continue
+        said = tuple(engine for engine, cell in zip(header[1:4], shown[setting][1:4], strict=True) if cell == "yes")
+        assert said == engines, setting
