@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 @click.option(
     "--engine",
     default=None,
-    type=click.Choice(["embedded", "fake", "vllm"]),
+    type=click.Choice(["embedded", "fake", "sglang", "vllm"]),
     help="What computes; see generator.engine.",
 )
 @click.option("--config", "config_path", default=None, type=click.Path(), help="TOML file, for example that of a run.")

@@ -59,7 +59,7 @@ class Face(Protocol):
         ...
 
 
-EngineKind = Literal["embedded", "vllm", "fake"]
+EngineKind = Literal["embedded", "vllm", "sglang", "fake"]
 
 
 def build_engine(
@@ -84,7 +84,7 @@ def build_engine(
 
     Args:
         path: local Hugging Face directory; only its configuration is read.
-        kind: `embedded`, `vllm` or `fake`.
+        kind: `embedded`, `vllm`, `sglang` or `fake`.
         dtype: `auto`, `float32` or `bfloat16`.
         kernels: whether compiled kernels multiply with the weights: `auto`, `native` or `torch`.
         threads: torch threads of this process.
@@ -97,7 +97,7 @@ def build_engine(
         clock: stamps, deadlines and the seconds ledger.
         model: of `embedded`, if it was made before and holds these weights.
         settings: all that is not said above; defaults if `None`.
-        log: of `vllm`: file for what its server prints; in a folder that goes with the server if `None`.
+        log: of `vllm` and `sglang`: file for what its server prints; in a folder that goes with the server if `None`.
 
     Raises:
         ModelError: if the architecture cannot be served.
@@ -106,11 +106,11 @@ def build_engine(
         MissingExtraError: if the engine's packages or its environment are missing.
         EngineError: if the engine's server does not start.
     """
-    if kind == "vllm":
+    if kind in ("vllm", "sglang"):
         said = {"engine": kind, "dtype": dtype, "threads": threads}
         said |= {"max_num_seqs": max_num_seqs, "max_model_len": max_model_len}
         settings = (GeneratorSettings() if settings is None else settings).model_copy(update=said)
-        return _start_vllm()(
+        return _starter(kind)(
             path,
             settings=settings,
             tensors=tensors,
@@ -157,12 +157,16 @@ def build_engine(
     )
 
 
-def _start_vllm() -> Callable[..., Engine]:
+def _starter(kind: Literal["vllm", "sglang"]) -> Callable[..., Engine]:
     try:
+        if kind == "sglang":
+            from rollmill.generator.engines.sglang.start import start_sglang
+
+            return start_sglang
         from rollmill.generator.engines.vllm.engine import start_vllm
     except ModuleNotFoundError as error:
         raise MissingExtraError(
-            package=error.name or "httpx2", purpose='generator.engine "vllm"', extra="vllm"
+            package=error.name or "httpx2", purpose=f'generator.engine "{kind}"', extra=kind
         ) from error
     return start_vllm
 

@@ -80,7 +80,7 @@ def run_generator(context: ProcessContext) -> None:
         clock=clock,
         model=model,
         settings=config.generator,
-        log=layout.log(f"{context.name}.vllm"),
+        log=layout.log(f"{context.name}.{config.generator.engine}"),
     )
     # The engine has its copy; the mapping would keep the first version's memory for the whole run.
     del tensors, model

@@ -46,7 +46,8 @@ REPLICA_DEADLINE_S = 300.0
 def replica_deadline_s(config: RollmillConfig) -> float:
     """Return how long a replica may take from its start until it serves."""
     generator = config.generator
-    return REPLICA_DEADLINE_S + (generator.vllm.start_deadline_s if generator.engine == "vllm" else 0.0)
+    server_s = {"vllm": generator.vllm.start_deadline_s, "sglang": generator.sglang.start_deadline_s}
+    return REPLICA_DEADLINE_S + server_s.get(generator.engine, 0.0)
 
 
 LOST_GRACE_S = 2.0

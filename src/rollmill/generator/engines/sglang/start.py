@@ -246,12 +246,14 @@ def write_model(folder: Path, *, config: Path, weights: Path) -> None:
         weights: safetensors file.
 
     Raises:
-        ModelError: if the configuration cannot be read.
+        ModelError: if the configuration cannot be read, or names no architecture.
     """
     try:
         found: dict[str, Any] = json.loads(config.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ModelError(f"{config} cannot be read ({error}); give a prepared model") from error
+    if not found.get("architectures"):
+        raise ModelError(f"{config} names no `architectures`, by which SGLang finds the model's code; add them")
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps({**found, **dict.fromkeys(_END_TOKENS)}), encoding="utf-8")
     (folder / "model.safetensors").symlink_to(weights.absolute())
