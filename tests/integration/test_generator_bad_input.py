@@ -21,7 +21,7 @@ from rollmill.generator.proto import rl_inference_pb2 as rl_pb
 from rollmill.generator.proto import rl_inference_pb2_grpc as rl_pb_grpc
 from rollmill.generator.state import ReplicaState
 from rollmill.types import StopReason
-from service_builders import Network, quick_engine, service, two_versions, until_running
+from service_builders import Network, quick_engine, service, two_versions, until, until_running
 
 pytestmark = pytest.mark.integration
 
@@ -204,8 +204,8 @@ async def test_a_reader_that_falls_behind_loses_its_request_and_memory_stays_bou
     limits = LIMITS.model_copy(update={"stream_events": 16})
     async with beside_a_bystander(limits=limits) as (client, stub):
         stream = stub.GenerateStream(message(sampling={"max_new_tokens": 3900}, siblings=4), timeout=30)
-        await until_running(client, 5)
-        await until_running(client, 1)  # ended long before 3900 steps: the bystander still runs
+        # Ended long before 4 x 3900 tokens; at most the bystander still runs.
+        await until(client, lambda status: status.output_tokens > 200 and status.running <= 1)
         got, details, metadata = await refused(read_to_the_end(stream))
     assert (got, metadata["rollmill-code"]) == ("RESOURCE_EXHAUSTED", SlowReader.code)
     assert "16 events behind" in details
@@ -220,8 +220,8 @@ async def test_a_reader_that_takes_no_event_at_all_loses_its_request_in_time():
     ):
         stub = pb_grpc.PolicyInferenceStub(channel)
         stream = stub.GenerateStream(message(sampling={"max_new_tokens": 10**6 - 10}), timeout=60)
-        await until_running(client, 1)
-        await until_running(client, 0)
+        await until(client, lambda status: status.output_tokens > 0 and status.running == 0)
+        assert (await client.status()).output_tokens < 10**6 - 10
         stream.cancel()
 
 

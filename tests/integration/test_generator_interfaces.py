@@ -14,7 +14,6 @@ import grpc
 import numpy as np
 import pytest
 from google.protobuf.descriptor_pool import DescriptorPool
-from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
@@ -49,6 +48,10 @@ def described(address: str) -> dict[str, dict[str, tuple[bool, dict[str, int]]]]
         }
 
 
+def serialized(message: Any) -> bytes:
+    return message.SerializeToString()
+
+
 def called_by_reflection(address: str, *, asked: dict[str, object]) -> Any:
     """Reply of the minimal interface to a client that knows no .proto: the bytes are made from what reflection says."""
     with grpc.insecure_channel(address, options=(("grpc.enable_http_proxy", 0),)) as channel:
@@ -56,7 +59,7 @@ def called_by_reflection(address: str, *, asked: dict[str, object]) -> Any:
         method = pool.FindServiceByName(MINIMAL).FindMethodByName("Generate")
         call = channel.unary_unary(
             f"/{MINIMAL}/Generate",
-            request_serializer=Message.SerializeToString,
+            request_serializer=serialized,
             response_deserializer=GetMessageClass(method.output_type).FromString,
         )
         return call(GetMessageClass(method.input_type)(**asked), timeout=10)
