@@ -98,7 +98,8 @@ def test_whatever_happens_blocks_are_conserved_and_a_hit_holds_the_tokens_that_w
             tokens = np.array(data.draw(few), dtype=np.int64)
             match = store.match(tokens, limit=len(tokens))
             whole = store.match(tokens, limit=len(tokens) // 2 * 2)
-            for index, block in enumerate([*match.blocks, *([match.tail] if match.tail >= 0 else [])]):
+            hit: list[int] = [*match.blocks, *([match.tail] if match.tail >= 0 else [])]
+            for index, block in enumerate(hit):
                 end = min(match.tokens, 2 * index + 2)
                 assert holds[block][0] == store.epoch
                 assert holds[block][1][:end] == tuple(tokens[:end])

@@ -189,6 +189,20 @@ def test_attention_is_exact_for_every_shape(kernels, batch, kv_heads, share, dim
         np.testing.assert_allclose(found[row].numpy(), expected.numpy(), atol=5e-6)
 
 
+def test_attention_of_a_row_has_the_same_bits_alone_and_beside_siblings_and_strangers(kernels):
+    numbers = torch.Generator().manual_seed(6)
+    rows = torch.randn(6, 6, 16, generator=numbers)
+    keys, values = torch.randn(2, 20, 2, 4, 16, generator=numbers).unbind()
+    # Two groups share their first two blocks, the last row shares nothing; counts end inside blocks.
+    tables = torch.tensor([[1, 2, 3], [1, 2, 4], [1, 2, 5], [7, 8, 9], [7, 8, 10], [11, 12, 13]])
+    counts = torch.tensor([9, 12, 10, 11, 5, 12])
+    together = kernels.attend(rows, keys, values, tables=tables, counts=counts, scale=0.25)
+    for row in range(6):
+        one = slice(row, row + 1)
+        alone = kernels.attend(rows[one], keys, values, tables=tables[one].clone(), counts=counts[one], scale=0.25)
+        assert torch.equal(alone, together[one])
+
+
 def test_attention_to_scores_of_any_size_stays_finite_and_exact(kernels):
     # Scores of 0, -90 and -300 under the largest: weights e^-90 and less are nothing beside 1.
     keys = torch.zeros(1, 1, 3, 8)

@@ -197,67 +197,102 @@ struct kv {
     long start, stride, size;
 };
 
-/* `heads` query heads over the first `n` positions of one key head; `dim` is a multiple of 8. */
-static inline __attribute__((always_inline)) void attend(
-    const int heads, const float *q, long q_stride, struct kv kv, float *out, long out_stride, long n, long dim,
-    float scale, float *scores, long room) {
-    for (long first = 0; first < n; first += kv.size) {
-        const float *key = kv.keys + kv.table[first / kv.size] * kv.stride + kv.start;
-        long last = n - first < kv.size ? n : first + kv.size;
-        for (long p = first; p < last; p++, key += dim) {
-            lanes sum[SHARE];
+/* Sums of the lanes of four vectors; each sum has one order, whatever the other three are. */
+static inline __m128 sums_of(__m256 a, __m256 b, __m256 c, __m256 d) {
+    __m256 pairs = _mm256_hadd_ps(_mm256_hadd_ps(a, b), _mm256_hadd_ps(c, d));
+    return _mm_add_ps(_mm256_castps256_ps128(pairs), _mm256_extractf128_ps(pairs, 1));
+}
+
+/* Scores of `heads` query heads at the positions `first` to `last` of one block, `together` at a time: enough sums in
+ * flight to keep both multipliers busy, few enough for 16 registers. */
+static inline __attribute__((always_inline)) void block_scores(
+    const int heads, const int together, const float *q, long q_stride, const float *keys, long first, long last,
+    long dim, float scale, float *scores, long room) {
+    for (long p = first; p < last; p += together) {
+        const float *key[4]; /* behind the end the last one is computed again, in vain */
+        for (int i = 0; i < together; i++) key[i] = keys + ((p + i < last ? p + i : last - 1) - first) * dim;
+        lanes sum[SHARE][4];
 #pragma GCC unroll 4
-            for (int h = 0; h < heads; h++) sum[h] = (lanes){0};
-            for (long d = 0; d < dim; d += 8) {
-                lanes part = *(const lanes *)(key + d);
+        for (int h = 0; h < heads; h++)
 #pragma GCC unroll 4
-                for (int h = 0; h < heads; h++) sum[h] += part * *(const lanes *)(q + h * q_stride + d);
-            }
+            for (int i = 0; i < together; i++) sum[h][i] = (lanes){0};
+        for (long d = 0; d < dim; d += 8) {
+            lanes part[4];
 #pragma GCC unroll 4
-            for (int h = 0; h < heads; h++) scores[h * room + p] = sum_of(sum[h]) * scale;
-        }
-    }
-    float total[SHARE];
-    for (int h = 0; h < heads; h++) total[h] = softmax(scores + h * room, n);
-    long d = 0;
-    for (; d + 16 <= dim; d += 16) {
-        lanes sum[SHARE][2];
+            for (int i = 0; i < together; i++) part[i] = *(const lanes *)(key[i] + d);
 #pragma GCC unroll 4
-        for (int h = 0; h < heads; h++) sum[h][0] = sum[h][1] = (lanes){0};
-        for (long first = 0; first < n; first += kv.size) {
-            const float *value = kv.values + kv.table[first / kv.size] * kv.stride + kv.start + d;
-            long last = n - first < kv.size ? n : first + kv.size;
-            for (long p = first; p < last; p++, value += dim) {
-                lanes low = *(const lanes *)value, high = *(const lanes *)(value + 8);
+            for (int h = 0; h < heads; h++) {
+                lanes query = *(const lanes *)(q + h * q_stride + d);
 #pragma GCC unroll 4
-                for (int h = 0; h < heads; h++) {
-                    lanes weight = _mm256_broadcast_ss(scores + h * room + p);
-                    sum[h][0] += weight * low;
-                    sum[h][1] += weight * high;
-                }
+                for (int i = 0; i < together; i++) sum[h][i] += part[i] * query;
             }
         }
 #pragma GCC unroll 4
         for (int h = 0; h < heads; h++) {
-            lanes whole = _mm256_set1_ps(total[h]);
-            *(lanes *)(out + h * out_stride + d) = sum[h][0] / whole;
-            *(lanes *)(out + h * out_stride + d + 8) = sum[h][1] / whole;
+            __m128 sums = together == 4 ? sums_of(sum[h][0], sum[h][1], sum[h][2], sum[h][3])
+                                        : sums_of(sum[h][0], sum[h][1], sum[h][0], sum[h][1]);
+            _mm_storeu_ps(scores + h * room + p, _mm_mul_ps(sums, _mm_set1_ps(scale)));
         }
     }
-    if (d < dim) {
-        lanes sum[SHARE];
+}
+
+/* Adds weighted values of all blocks to `width` vectors of 8, from dimension `d` on, for `heads` query heads. */
+static inline __attribute__((always_inline)) void weighted_sum(
+    const int heads, const int width, struct kv kv, long d, float *out, long out_stride, long n, long dim,
+    const float *scores, long room, const float *total) {
+    lanes sum[SHARE][4];
 #pragma GCC unroll 4
-        for (int h = 0; h < heads; h++) sum[h] = (lanes){0};
-        for (long first = 0; first < n; first += kv.size) {
-            const float *value = kv.values + kv.table[first / kv.size] * kv.stride + kv.start + d;
-            long last = n - first < kv.size ? n : first + kv.size;
-            for (long p = first; p < last; p++, value += dim)
+    for (int h = 0; h < heads; h++)
 #pragma GCC unroll 4
-                for (int h = 0; h < heads; h++)
-                    sum[h] += (lanes)_mm256_broadcast_ss(scores + h * room + p) * *(const lanes *)value;
+        for (int i = 0; i < width; i++) sum[h][i] = (lanes){0};
+    for (long first = 0; first < n; first += kv.size) {
+        const float *value = kv.values + kv.table[first / kv.size] * kv.stride + kv.start + d;
+        long last = n - first < kv.size ? n : first + kv.size;
+        for (long p = first; p < last; p++, value += dim) {
+            lanes part[4];
+#pragma GCC unroll 4
+            for (int i = 0; i < width; i++) part[i] = *(const lanes *)(value + 8 * i);
+#pragma GCC unroll 4
+            for (int h = 0; h < heads; h++) {
+                lanes weight = _mm256_broadcast_ss(scores + h * room + p);
+#pragma GCC unroll 4
+                for (int i = 0; i < width; i++) sum[h][i] += weight * part[i];
+            }
         }
+    }
 #pragma GCC unroll 4
-        for (int h = 0; h < heads; h++) *(lanes *)(out + h * out_stride + d) = sum[h] / _mm256_set1_ps(total[h]);
+    for (int h = 0; h < heads; h++) {
+        lanes whole = _mm256_set1_ps(total[h]);
+#pragma GCC unroll 4
+        for (int i = 0; i < width; i++) *(lanes *)(out + h * out_stride + d + 8 * i) = sum[h][i] / whole;
+    }
+}
+
+/* `heads` query heads over the first `n` positions of one key head; `dim` is a multiple of 8. */
+static inline __attribute__((always_inline)) void attend(
+    const int heads, const float *q, long q_stride, struct kv kv, float *out, long out_stride, long n, long dim,
+    float scale, float *scores, long room) {
+    const int together = heads < 4 ? 4 : 2, wide = heads < 4 ? 4 : 2;
+    for (long first = 0; first < n; first += kv.size) {
+        const float *keys = kv.keys + kv.table[first / kv.size] * kv.stride + kv.start;
+        long last = n - first < kv.size ? n : first + kv.size;
+        block_scores(heads, together, q, q_stride, keys, first, last, dim, scale, scores, room);
+    }
+    float total[SHARE];
+    for (int h = 0; h < heads; h++) total[h] = softmax(scores + h * room, n);
+    long d = 0;
+    for (; d + 8 * wide <= dim; d += 8 * wide)
+        weighted_sum(heads, wide, kv, d, out, out_stride, n, dim, scores, room, total);
+    for (; d < dim; d += 8) weighted_sum(heads, 1, kv, d, out, out_stride, n, dim, scores, room, total);
+}
+
+/* The order in which rows and key heads are computed: of rows that begin with the same block (siblings of a group) one
+ * key head after the other, so that what they share is read into the cache once. What a row gives does not depend on it. */
+static void arrange(long *order, const int64_t *tables, long width, long batch, long kv_heads) {
+    for (long first = 0, end; first < batch; first = end) {
+        for (end = first + 1; end < batch && tables[end * width] == tables[first * width]; end++) {}
+        for (long kv = 0; kv < kv_heads; kv++)
+            for (long b = first; b < end; b++) *order++ = b * kv_heads + kv;
     }
 }
 
@@ -270,7 +305,10 @@ long rollmill_attend(
     long dim, float scale, long threads) {
     long longest = 0, failed = 0;
     for (long b = 0; b < batch; b++) longest = counts[b] > longest ? counts[b] : longest;
-    long room = (longest + 7) / 8 * 8;
+    long room = (longest + 7) / 8 * 8 + 8; /* scores are written four at a time, also at the end */
+    long *order = malloc(batch * kv_heads * sizeof(long));
+    if (!order) return 1;
+    arrange(order, tables, width, batch, kv_heads);
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
         float *scores = malloc(SHARE * room * sizeof(float));
@@ -278,11 +316,10 @@ long rollmill_attend(
 #pragma omp atomic write
             failed = 1;
         }
-        /* One key head after the other: rows that share blocks find them in the cache. */
 #pragma omp for schedule(static)
         for (long job = 0; job < batch * kv_heads; job++) {
             if (!scores) continue;
-            long kv = job / batch, b = job % batch;
+            long b = order[job] / kv_heads, kv = order[job] % kv_heads;
             struct kv at = {keys, values, tables + b * width, kv * size * dim, block, size};
             for (long first = 0; first < share; first += SHARE) {
                 long h = kv * share + first;
@@ -298,5 +335,6 @@ long rollmill_attend(
         }
         free(scores);
     }
+    free(order);
     return failed;
 }
