@@ -62,7 +62,17 @@ def machine() -> dict[str, Any]:
 class Peer:
     """One worker process; asked for one case at a time."""
 
-    def __init__(self, name: str, *, python: Path, model: Path, dtype: str, threads: int, log: Path) -> None:
+    def __init__(
+        self,
+        name: str,
+        *,
+        python: Path,
+        model: Path,
+        dtype: str,
+        threads: int,
+        log: Path,
+        worker: Path = HERE / "worker.py",
+    ) -> None:
         self.name = name
         self._log = log
         environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
@@ -78,7 +88,7 @@ class Peer:
             }
         with log.open("w") as errors:
             self._process = subprocess.Popen(
-                [str(python), str(HERE / "worker.py"), name, str(model), dtype, str(threads)],
+                [str(python), str(worker), name, str(model), dtype, str(threads)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,
@@ -87,6 +97,11 @@ class Peer:
             )
         self._lines: queue.Queue[str] = queue.Queue()
         threading.Thread(target=self._read, daemon=True).start()
+
+    @property
+    def pid(self) -> int:
+        """The worker's process."""
+        return self._process.pid
 
     def _read(self) -> None:
         assert self._process.stdout is not None
@@ -234,6 +249,7 @@ def start(
     folder: Path,
     failures: dict[str, str],
     closing: contextlib.ExitStack,
+    worker: Path = HERE / "worker.py",
 ) -> tuple[list[Peer], dict[str, Any]]:
     """Start the workers one after the other, to be ended by `closing`; who does not start is recorded and left out."""
     ready, facts = [], {}
@@ -241,7 +257,7 @@ def start(
         try:
             python = vllm_environment.install(device="cpu") if name == "vllm" else Path(sys.executable)
             log = folder / f"{name}-{dtype}-{threads}.log"
-            peer = Peer(name, python=python, model=model, dtype=dtype, threads=threads, log=log)
+            peer = Peer(name, python=python, model=model, dtype=dtype, threads=threads, log=log, worker=worker)
             closing.callback(peer.close)
             facts[name] = peer.answer(START_DEADLINE_S)
             ready.append(peer)

@@ -51,30 +51,44 @@ def cpu_s() -> float:
     return total
 
 
-def rollmill_engine(path: str, *, dtype: str, threads: int) -> tuple[Generate, str]:
-    """The embedded engine through its own interface."""
-    import asyncio
-    from importlib.metadata import version
-
-    import numpy as np
+def new_embedded(path: str, *, dtype: str, threads: int, max_model_len: int = 128, digest: str = "benchmark") -> Any:
+    """Return the embedded engine with a model's own weights as version 1."""
     import torch
     from safetensors.torch import load_file
 
     from rollmill.clock import SystemClock
     from rollmill.generator.engines.embedded.engine import EmbeddedEngine
-    from rollmill.types import GenerateRequest, SamplingParams
 
     torch.set_num_threads(threads)
-    engine = EmbeddedEngine(
+    return EmbeddedEngine(
         path,
         dtype=dtype,
         tensors=load_file(os.path.join(path, "model.safetensors")),
         policy_version=1,
-        digest="benchmark",
+        digest=digest,
         max_num_seqs=64,
-        max_model_len=128,
+        max_model_len=max_model_len,
         clock=SystemClock(),
     )
+
+
+def rollmill_version(engine: Any) -> str:
+    """Return our version, and which kernels this machine has."""
+    from importlib.metadata import version
+
+    kernels = "native" if "native_kernels" in engine.info().capabilities else "torch"
+    return f"{version('rollmill')} ({kernels} kernels)"
+
+
+def rollmill_engine(path: str, *, dtype: str, threads: int) -> tuple[Generate, str]:
+    """The embedded engine through its own interface."""
+    import asyncio
+
+    import numpy as np
+
+    from rollmill.types import GenerateRequest, SamplingParams
+
+    engine = new_embedded(path, dtype=dtype, threads=threads)
     done = 0
 
     async def all_of(prompts: Prompts, case: dict[str, Any]) -> int:
@@ -97,19 +111,26 @@ def rollmill_engine(path: str, *, dtype: str, threads: int) -> tuple[Generate, s
         )
         return sum(len(turn.behavior_logprobs) for turn in turns)
 
-    kernels = "native" if "native_kernels" in engine.info().capabilities else "torch"
-    return lambda prompts, case: asyncio.run(all_of(prompts, case)), f"{version('rollmill')} ({kernels} kernels)"
+    return lambda prompts, case: asyncio.run(all_of(prompts, case)), rollmill_version(engine)
 
 
-def transformers_generate(path: str, *, dtype: str, threads: int) -> tuple[Generate, str]:
-    """`generate` on one padded batch, sdpa attention, the logits of each step turned into log-probs."""
+def new_transformers(path: str, *, dtype: str, threads: int) -> Any:
+    """Return the model of transformers, with sdpa attention."""
     import torch
     import transformers
 
     torch.set_num_threads(threads)
-    model: Any = transformers.AutoModelForCausalLM.from_pretrained(
+    return transformers.AutoModelForCausalLM.from_pretrained(
         path, dtype=getattr(torch, dtype), attn_implementation="sdpa", local_files_only=True
     ).eval()
+
+
+def transformers_generate(path: str, *, dtype: str, threads: int) -> tuple[Generate, str]:
+    """`generate` on one padded batch, the logits of each step turned into log-probs."""
+    import torch
+    import transformers
+
+    model = new_transformers(path, dtype=dtype, threads=threads)
 
     @torch.inference_mode()
     def generate(prompts: Prompts, case: dict[str, Any]) -> int:
@@ -137,13 +158,11 @@ def transformers_generate(path: str, *, dtype: str, threads: int) -> tuple[Gener
     return generate, transformers.__version__
 
 
-def vllm_engine(path: str, *, dtype: str, threads: int) -> tuple[Generate, str]:
-    """vLLM's offline engine on its CPU build: eager, blocks of 32 so that short prompts share their prefix."""
-    from importlib.metadata import version
+def new_vllm(path: str, *, dtype: str) -> Any:
+    """Return vLLM's offline engine on its CPU build: eager, blocks of 32 so that short prompts share their prefix."""
+    from vllm import LLM  # pyright: ignore[reportMissingImports]  (its own environment)
 
-    from vllm import LLM, SamplingParams  # pyright: ignore[reportMissingImports]  (its own environment)
-
-    engine = LLM(
+    return LLM(
         model=path,
         dtype=dtype,
         max_model_len=256,
@@ -154,6 +173,15 @@ def vllm_engine(path: str, *, dtype: str, threads: int) -> tuple[Generate, str]:
         kv_cache_memory_bytes=1 << 30,
         disable_log_stats=True,
     )
+
+
+def vllm_engine(path: str, *, dtype: str, threads: int) -> tuple[Generate, str]:
+    """vLLM's offline engine, all prompts at once."""
+    from importlib.metadata import version
+
+    from vllm import SamplingParams  # pyright: ignore[reportMissingImports]  (its own environment)
+
+    engine = new_vllm(path, dtype=dtype)
 
     def generate(prompts: Prompts, case: dict[str, Any]) -> int:
         new = case["new_tokens"]
