@@ -68,7 +68,7 @@ def with_old_kv(server: SharedServer, turn: Turn, *, cut: int) -> np.ndarray:
     # When the weights changed, the newest token had not been fed yet.
     fed = len(turn.prompt_ids) + cut - 1
     old = server.old(ids[None, :fed], use_cache=True)
-    rows = server.new(ids[None, fed:], past_key_values=old.past_key_values).logits[0].log_softmax(-1)
+    rows = server.new(ids[None, fed:], cache=old.past_key_values).logits[0].log_softmax(-1)
     return rows[:-1].gather(1, ids[fed + 1 :, None])[:, 0].numpy()
 
 
@@ -175,19 +175,8 @@ async def test_nothing_of_a_server_is_left_when_it_is_stopped_or_killed(server):
         assert len(family) >= 2
         if kill:
             os.kill(parent.pid, signal.SIGKILL)  # its children are told by the kernel
-            server.process.wait_until(lambda: server.process.exit_code is not None, deadline_s=10, clock=_Never())
         else:
             server.stop()
         _, alive = psutil.wait_procs(family, timeout=20)
         assert alive == []
         await engine.close()
-
-
-class _Never:
-    """A clock that does not run: the wait ends with the process."""
-
-    def now_s(self) -> float:
-        return 0.0
-
-    def wall_s(self) -> float:
-        return 0.0

@@ -41,8 +41,8 @@ class Calls:
         self._look = look
         self._scopes: set[asyncio.Timeout] = set()
         self._died = asyncio.Event()
-        # As many connections as there are requests: each is one long call.
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
+        # As many connections as there are calls, and none is used twice: see `client_of`.
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
         # No certificates are loaded: nothing is encrypted on a socket of this user's own.
         transport = httpx.AsyncHTTPTransport(uds=str(server.socket), limits=limits, verify=False)
         self._client = httpx.AsyncClient(transport=transport, base_url="http://vllm", timeout=None)
@@ -69,7 +69,7 @@ class Calls:
         """
         async with self._watched(step.path, deadline_s=deadline_s):
             reply = await self._client.request(method, step.path, json=step.body, params=step.parameters)
-        _refuse(step.path, reply.status_code, reply.content)
+        await self._refuse(step.path, reply.status_code, reply.content)
         return reply.content
 
     async def generate(self, body: dict[str, Any], *, deadline_s: float = math.inf) -> bytes:
@@ -82,7 +82,7 @@ class Calls:
         """
         async with self._watched(_GENERATE, deadline_s=deadline_s):
             reply = await self._client.post(_GENERATE, json=body)
-        _refuse(_GENERATE, reply.status_code, reply.content)
+        await self._refuse(_GENERATE, reply.status_code, reply.content)
         return reply.content
 
     async def stream(self, body: dict[str, Any]) -> AsyncIterator[str]:
@@ -92,9 +92,40 @@ class Calls:
             self._client.stream("POST", _GENERATE, json=body) as reply,
         ):
             if reply.status_code != httpx.codes.OK:
-                _refuse(_GENERATE, reply.status_code, await reply.aread())
+                await self._refuse(_GENERATE, reply.status_code, await reply.aread())
             async for line in reply.aiter_lines():
                 yield line
+
+    async def doubt(self) -> None:
+        """Raise if the server is dead, after an error of its own that it may have died of."""
+        self.raise_if_dead()
+        try:
+            async with asyncio.timeout(_LEARN_OF_DEATH_S):
+                reply = await self._client.get("/health")
+            if reply.status_code == httpx.codes.OK:
+                return
+        except (httpx.TransportError, TimeoutError):  # as bad as a bad answer
+            pass
+        await self._learn_of_death()
+
+    async def _learn_of_death(self) -> None:
+        self._look()
+        with contextlib.suppress(TimeoutError):  # then it lives
+            async with asyncio.timeout(_LEARN_OF_DEATH_S):
+                await self._died.wait()
+        self.raise_if_dead()
+
+    async def _refuse(self, path: str, status: int, content: bytes) -> None:
+        """Raise what an error reply means; nothing if it is none."""
+        if status == httpx.codes.OK:
+            return
+        message = f"the vLLM server answered {path} with {status}: {read_error(content)}"
+        if status == httpx.codes.SERVICE_UNAVAILABLE and b"engine_paused" in content:
+            raise ServerPaused(message)
+        if path == _GENERATE and status in (httpx.codes.BAD_REQUEST, httpx.codes.UNPROCESSABLE_ENTITY):
+            raise DataError(message)
+        await self.doubt()
+        raise EngineError(message)
 
     async def close(self) -> None:
         """Close all connections."""
@@ -115,22 +146,7 @@ class Calls:
                 "generator.vllm.control_deadline_s, or look at its log for what it is busy with"
             ) from error
         except httpx.TransportError as error:
-            self._look()
-            with contextlib.suppress(TimeoutError):  # then it lives, and only this connection was lost
-                async with asyncio.timeout(_LEARN_OF_DEATH_S):
-                    await self._died.wait()
-            self.raise_if_dead()
+            await self._learn_of_death()
             raise EngineError(f"the connection to the vLLM server was lost at {what}: {error!r}") from error
         finally:
             self._scopes.discard(scope)
-
-
-def _refuse(path: str, status: int, content: bytes) -> None:
-    if status == httpx.codes.OK:
-        return
-    message = f"the vLLM server answered {path} with {status}: {read_error(content)}"
-    if status == httpx.codes.SERVICE_UNAVAILABLE and b"engine_paused" in content:
-        raise ServerPaused(message)
-    if path == _GENERATE and status in (httpx.codes.BAD_REQUEST, httpx.codes.UNPROCESSABLE_ENTITY):
-        raise DataError(message)
-    raise EngineError(message)

@@ -447,7 +447,11 @@ class VllmEngine:
             return read_reply(await calls.generate(body), server_id=live.server_id)
         finished, cached = None, 0
         async for line in calls.stream(body):
-            delta = read_delta(line, server_id=live.server_id, n_before=stream.count)
+            try:
+                delta = read_delta(line, server_id=live.server_id, n_before=stream.count)
+            except EngineError:
+                await calls.doubt()
+                raise
             if delta is None:
                 continue
             if live.first_token_s is None and len(delta.output_ids):

@@ -12,6 +12,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -59,6 +60,16 @@ class Server(Protocol):
     def stop(self, *, grace_s: float) -> None:
         """End it and its children, and remove what is its own; idempotent."""
         ...
+
+
+def listens(server: Server) -> bool:
+    """Return whether anybody listens on its socket; an HTTP client would leave each refused connection open."""
+    with contextlib.closing(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)) as probe:
+        try:
+            probe.connect(str(server.socket))
+        except OSError:  # not made yet, or closed
+            return False
+        return True
 
 
 class ServerFolder:

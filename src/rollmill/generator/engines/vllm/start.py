@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import socket
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,7 +30,7 @@ from rollmill.generator.engines.vllm.dialect import (
     warm_up_body,
 )
 from rollmill.generator.engines.vllm.environment import device_of, find_python
-from rollmill.generator.engines.vllm.server import Server, ServerFolder, ServerProcess
+from rollmill.generator.engines.vllm.server import Server, ServerFolder, ServerProcess, listens
 from rollmill.generator.engines.vllm.transfer import Spool
 
 if TYPE_CHECKING:
@@ -76,8 +75,10 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
 
 def client_of(server: Server, *, timeout_s: float) -> httpx.Client:
     """Return a blocking client of a server, for one thread."""
-    # No certificates are loaded: nothing is encrypted on a socket of this user's own.
-    transport = httpx.HTTPTransport(uds=str(server.socket), verify=False)
+    # No certificates are loaded: nothing is encrypted on a socket of this user's own. And no connection is used twice:
+    # the server closes one after an error, and a call that is sent at that moment would be lost.
+    limits = httpx.Limits(max_keepalive_connections=0)
+    transport = httpx.HTTPTransport(uds=str(server.socket), verify=False, limits=limits)
     return httpx.Client(transport=transport, base_url="http://vllm", timeout=timeout_s)
 
 
@@ -121,7 +122,7 @@ def bring_up(
         WeightError: if the weights cannot be handed over.
     """
     with client_of(server, timeout_s=_LOOK_TIMEOUT_S) as client:
-        wait(lambda: _listens(server) and _answers(client))
+        wait(lambda: listens(server) and _answers(client))
     with client_of(server, timeout_s=settings.vllm.start_deadline_s) as client:
         path = spool.write(tensors, policy_version=policy_version)
         for step in first_steps(str(path), policy_version=policy_version):
@@ -134,16 +135,6 @@ def bring_up(
         if served != {policy_version}:
             raise EngineError(f"the vLLM server labels what it samples {served}, not {policy_version}; see its log")
         return read_metrics(client.get("/metrics").text)
-
-
-def _listens(server: Server) -> bool:
-    """Return whether anybody answers on the socket; the HTTP client would leave each refused one open."""
-    with contextlib.closing(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)) as probe:
-        try:
-            probe.connect(str(server.socket))
-        except OSError:  # not made, or nobody listens yet
-            return False
-        return True
 
 
 def _answers(client: httpx.Client) -> bool:

@@ -19,7 +19,7 @@ import httpx2 as httpx
 
 from rollmill.errors import EngineDead
 from rollmill.generator.engines.vllm.dialect import Metrics, read_error, read_metrics
-from rollmill.generator.engines.vllm.server import Server
+from rollmill.generator.engines.vllm.server import Server, listens
 
 _ENGINE_GONE = 503
 
@@ -93,6 +93,9 @@ class ServerWatch:
     def _look(self) -> EngineDead | None:
         if self._server.exit_code is not None:
             return EngineDead(self._server.last_words())
+        if not listens(self._server):
+            # The API process outlives a dead engine for a while.
+            return EngineDead(f"{self._server.last_words()} (its socket is closed)")
         try:
             health = self._client.get("/health")
             if health.status_code == _ENGINE_GONE:
@@ -104,6 +107,5 @@ class ServerWatch:
                 f" s: {self._server.last_words()}"
             )
         except httpx.TransportError as error:
-            # Its port is closed while the process may live on: the API process outlives a dead engine.
             return EngineDead(f"{self._server.last_words()} ({error!r})")
         return None
