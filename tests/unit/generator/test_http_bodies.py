@@ -11,8 +11,9 @@ import pytest
 from openai.types.chat import completion_create_params as openai_chat
 from openai.types.completion_create_params import CompletionCreateParamsBase
 
+from rollmill.generator.http import plan as plans
 from rollmill.generator.http.bodies import NEUTRAL, AbortBody, ChatRequest, CompletionRequest, TokenRequest, decode
-from rollmill.generator.http.plan import Call, Facts, Plan, plan_of, prompts_of
+from rollmill.generator.http.plan import Call, Facts, Plan, plan_of
 from rollmill.generator.http.problems import RequestProblem
 from rollmill.types import Message
 
@@ -30,6 +31,10 @@ def completion(**fields: Any) -> CompletionRequest:
 
 def tokens(**sampling: Any) -> TokenRequest:
     return decode(json.dumps({"token_ids": [1, 2], "sampling_params": sampling}).encode(), TokenRequest)
+
+
+def prompts_of(call: Call) -> Any:
+    return plans.prompts_of(call, max_model_len=FACTS.max_model_len)
 
 
 def plan(call: Call, *, prompt_tokens: int = 10, headers: dict[str, str] | None = None, facts: Facts = FACTS) -> Plan:
@@ -219,6 +224,28 @@ def test_a_prompt_that_leaves_no_room_is_refused_with_openais_code():
     assert (refused.value.problem_code, refused.value.param) == ("context_length_exceeded", "messages")
 
 
+@pytest.mark.parametrize(
+    ("call", "param"),
+    [
+        (chat(messages=[USER, {"role": "user", "content": "x" * 51_200}]), "messages"),
+        (completion(prompt="x" * 51_201), "prompt"),
+        (completion(prompt=["x", "x" * 51_201]), "prompt"),
+        (completion(prompt=[1] * 100), "prompt"),
+        (completion(prompt=[[1], [1] * 100]), "prompt"),
+        (decode(json.dumps({"token_ids": [1] * 100, "sampling_params": {}}).encode(), TokenRequest), "token_ids"),
+    ],
+)
+def test_what_no_context_of_100_holds_is_refused_before_work_is_done_on_it(call, param):
+    with pytest.raises(RequestProblem) as refused:
+        prompts_of(call)
+    assert (refused.value.problem_code, refused.value.param) == ("context_length_exceeded", param)
+
+
+def test_a_body_of_a_million_lists_is_refused_before_it_is_read():
+    refused = problem(b'{"prompt": [' + b"[" * 1_000_000, CompletionRequest)
+    assert refused.problem_code == "request_too_large"
+
+
 def test_stop_ids_come_on_top_of_the_models_own_unless_those_are_to_be_ignored():
     assert sampling(chat(stop_token_ids=[5, 2])).stop_token_ids == (2, 5, 7)
     assert sampling(chat(stop_token_ids=[5], ignore_eos=True)).stop_token_ids == (5,)
@@ -297,7 +324,7 @@ def test_the_token_api_takes_what_vllms_clients_send():
     }
     call = decode(json.dumps(body).encode(), TokenRequest)
     assert plan(call).logprobs
-    assert np.asarray(prompts_of(call)[0]).tolist() == [1, 2]
+    assert prompts_of(call)[0].tolist() == [1, 2]
 
 
 def test_aborts_need_their_ids():

@@ -188,8 +188,9 @@ class HttpApp:
     ) -> None:
         service = self._service
         service.check_model(call.model or "")
-        prompts = [await self._ids(prompt) for prompt in prompts_of(call)]
-        plan = plan_of(call, prompts=prompts, headers=exchange.headers, facts=self._facts())
+        facts = self._facts()
+        prompts = [await self._ids(prompt) for prompt in prompts_of(call, max_model_len=facts.max_model_len)]
+        plan = plan_of(call, prompts=prompts, headers=exchange.headers, facts=facts)
         exchange.always[ID_HEADER] = plan.request_id
         answer = kind(
             plan,

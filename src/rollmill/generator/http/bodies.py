@@ -274,6 +274,8 @@ _WHY: dict[str, str] = {
     "cache_salt": "the prefix cache is keyed by the weights; leave it out",
     "echo": "the prompt is not repeated; return_token_ids gives its ids",
 }
+MAX_NODES = 1_000_000
+"""Lists and objects of a body: a million take half a second to make, during which nobody else is served."""
 _UNKNOWN = re.compile(r"unknown field `(?P<name>[^`]*)`")
 _MISSING = re.compile(r"missing required field `(?P<name>[^`]*)`")
 _PATH = re.compile(r" - at `\$\.?(?P<path>[^`]*)`")
@@ -285,6 +287,9 @@ def decode(body: bytes, kind: type[B]) -> B:
     Raises:
         RequestProblem: naming the field that is unknown, missing, of another type, out of range, or not supported.
     """
+    nodes = body.count(b"[") + body.count(b"{")
+    if nodes > MAX_NODES:
+        raise RequestProblem(f"the body has {nodes} opening brackets; {MAX_NODES} are taken", code="request_too_large")
     try:
         call = msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as error:

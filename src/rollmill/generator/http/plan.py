@@ -19,6 +19,8 @@ from rollmill.types import GenerateRequest, Message, SamplingParams
 
 ID_HEADER, DEADLINE_HEADER = "x-request-id", "x-request-timeout"
 MAX_STOPS, MAX_STOP_CHARS, MAX_PROMPTS = 16, 1024, 1024
+MAX_CHARS_PER_TOKEN = 512
+"""No token of a text has more; a text that is longer than the context times this is refused before it becomes ids."""
 COMPLETION_TOKENS = 16
 """OpenAI's default of `max_tokens` for completions; chats have none."""
 
@@ -69,19 +71,25 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         return self.requests[0].deadline_s
 
 
-def prompts_of(call: Call) -> list[Prompt]:
+def prompts_of(call: Call, *, max_model_len: int) -> list[Prompt]:
     """Return the prompts of a call, each in the form that it has.
 
+    Args:
+        call: its body.
+        max_model_len: what surely does not fit is refused before work is done on it.
+
     Raises:
-        RequestProblem: if a message or a prompt is of a kind that this server does not take.
+        RequestProblem: if a message or a prompt is of a kind that this server does not take, or far too long.
     """
     if isinstance(call, ChatRequest):
         if not call.messages:
             raise RequestProblem("'messages' is empty; give one message or more", param="messages", code="empty_array")
-        return [tuple(_message(message, index=index) for index, message in enumerate(call.messages))]
+        messages = tuple(_message(message, index=index) for index, message in enumerate(call.messages))
+        _check_chars(sum(len(message.content) for message in messages), param="messages", max_model_len=max_model_len)
+        return [messages]
     if isinstance(call, TokenRequest):
-        return [_ids(call.token_ids, param="token_ids")]
-    return _completion_prompts(call.prompt)
+        return [_ids(call.token_ids, param="token_ids", max_model_len=max_model_len)]
+    return _completion_prompts(call.prompt, max_model_len=max_model_len)
 
 
 def plan_of(call: Call, *, prompts: Sequence[np.ndarray], headers: Mapping[str, str], facts: Facts) -> Plan:
@@ -98,7 +106,8 @@ def plan_of(call: Call, *, prompts: Sequence[np.ndarray], headers: Mapping[str, 
             that is not there.
     """
     settings = call.sampling_params if isinstance(call, TokenRequest) else call
-    _check_room(call, prompts=prompts, facts=facts)
+    param = {ChatRequest: "messages", CompletionRequest: "prompt", TokenRequest: "token_ids"}[type(call)]
+    _check_room(max(map(len, prompts)), param=param, max_model_len=facts.max_model_len)
     request_id = _request_id(call, headers=headers)
     deadline_s = _deadline_s(call, headers=headers)
     stops = _stops(settings.stop, facts=facts)
@@ -127,13 +136,21 @@ def plan_of(call: Call, *, prompts: Sequence[np.ndarray], headers: Mapping[str, 
     )
 
 
-def _check_room(call: Call, *, prompts: Sequence[np.ndarray], facts: Facts) -> None:
-    longest = max(map(len, prompts))
-    if longest >= facts.max_model_len:
-        param = {ChatRequest: "messages", CompletionRequest: "prompt", TokenRequest: "token_ids"}[type(call)]
+def _check_room(tokens: int, *, param: str, max_model_len: int) -> None:
+    if tokens >= max_model_len:
         raise RequestProblem(
-            f"the prompt has {longest} tokens, and max_model_len {facts.max_model_len} leaves no room for an answer; "
+            f"the prompt has {tokens} tokens, and max_model_len {max_model_len} leaves no room for an answer; "
             "raise generator.max_model_len or shorten the prompt",
+            param=param,
+            code="context_length_exceeded",
+        )
+
+
+def _check_chars(chars: int, *, param: str, max_model_len: int) -> None:
+    if chars > max_model_len * MAX_CHARS_PER_TOKEN:
+        raise RequestProblem(
+            f"the prompt has {chars} characters, which no {max_model_len} tokens hold (max_model_len); raise "
+            "generator.max_model_len or shorten the prompt",
             param=param,
             code="context_length_exceeded",
         )
@@ -246,18 +263,18 @@ def _message(message: ChatMessage, *, index: int) -> Message:
     return Message(role="system" if message.role == "developer" else message.role, content=text)
 
 
-def _completion_prompts(prompt: str | list[str | int | list[int]]) -> list[Prompt]:
+def _completion_prompts(prompt: str | list[str | int | list[int]], *, max_model_len: int) -> list[Prompt]:
     if isinstance(prompt, str):
+        _check_chars(len(prompt), param="prompt", max_model_len=max_model_len)
         return [prompt]
     texts = [one for one in prompt if isinstance(one, str)]
     ids = [one for one in prompt if isinstance(one, int)]
     lists = [one for one in prompt if isinstance(one, list)]
     if len(prompt) in (len(texts), len(ids), len(lists)) and len(texts) + len(lists) <= MAX_PROMPTS:
         if texts:
+            _check_chars(max(map(len, texts)), param="prompt", max_model_len=max_model_len)
             return list(texts)
-        if lists:
-            return [_ids(one, param="prompt") for one in lists]
-        return [_ids(ids, param="prompt")]
+        return [_ids(one, param="prompt", max_model_len=max_model_len) for one in (lists or [ids])]
     raise RequestProblem(
         f"'prompt' has {len(texts)} texts, {len(ids)} token ids and {len(lists)} lists of ids; give one kind, and "
         f"{MAX_PROMPTS} prompts at most",
@@ -265,9 +282,10 @@ def _completion_prompts(prompt: str | list[str | int | list[int]]) -> list[Promp
     )
 
 
-def _ids(ids: Sequence[int], *, param: str) -> np.ndarray:
+def _ids(ids: Sequence[int], *, param: str, max_model_len: int) -> np.ndarray:
     if not ids:
         raise RequestProblem(
             f"'{param}' is empty; a policy needs at least one token to go on from", param=param, code="empty_array"
         )
+    _check_room(len(ids), param=param, max_model_len=max_model_len)
     return np.array(ids, dtype=np.int64)
