@@ -20,6 +20,9 @@ BYTES_OF = {"float32": 4, "bfloat16": 2, "float16": 2}
 TORCH_PROCESS_BYTES = 350_000_000
 """A process that has imported torch and transformers and no more: 333 MiB of PSS measured with torch 2.13 (CPU)."""
 
+VLLM_SERVER_BYTES = 1_550_000_000
+"""The three processes of a vLLM 0.32 server on a CPU, before weights and KV: 1.52 GB of PSS measured."""
+
 PLAIN_PROCESS_BYTES = 60_000_000
 """A process with NumPy, pydantic and msgspec and no torch: 30 MiB measured, doubled for its data."""
 
@@ -280,8 +283,25 @@ def _memory(config: RollmillConfig, *, model: ModelFacts) -> tuple[Memory, ...]:
 
 
 def _generator_parts(config: RollmillConfig, *, model: ModelFacts, staged: bool) -> dict[str, int]:
+    if config.generator.engine == "vllm":
+        return _vllm_parts(config, model=model)
     kv = _kv_bytes(config, model=model, staged=staged)
     return {**_beside_kv(config, model=model, staged=staged), "kv": kv}
+
+
+def _vllm_parts(config: RollmillConfig, *, model: ModelFacts) -> dict[str, int]:
+    """Return bytes of a replica whose server computes on this machine's CPU; on a GPU they are the GPU's."""
+    plain = serving_bytes(config)
+    return {
+        "process": TORCH_PROCESS_BYTES,
+        "server": VLLM_SERVER_BYTES,
+        "weights": model.parameters * plain,
+        **({"packed_head": model.vocabulary_size * model.hidden_size * plain} if model.tied else {}),
+        # Differences are added here, and what comes of it is written into shared memory for the server.
+        **({"merged_weights": 2 * model.parameters * BYTES_OF["float32"]} if config.trainer.lora_rank else {}),
+        "kv": _kv_bytes(config, model=model),
+        "logits": 2 * config.generator.max_num_seqs * model.vocabulary_size * BYTES_OF["float32"],
+    }
 
 
 def _beside_kv(config: RollmillConfig, *, model: ModelFacts, staged: bool) -> dict[str, int]:

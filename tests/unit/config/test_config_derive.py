@@ -133,6 +133,23 @@ def test_a_head_is_taken_for_tied_where_that_is_not_known():
     assert not ModelFacts.of({**facts, "tied": False}).tied
 
 
+def test_a_vllm_replica_is_its_adapter_and_a_server_that_reads_the_weights_where_they_lie():
+    parts = generator_parts(
+        "generator.engine=vllm", "generator.kernels=auto", "generator.dtype=float32", "generator.max_num_seqs=8"
+    )
+    assert parts == {
+        "process": 350_000_000,
+        "server": 1_550_000_000,
+        "weights": 4_000_000,
+        "packed_head": 32_768,  # 128 x 64 x 4
+        "kv": 1_048_576,
+        "logits": 8_192,  # 2 x 8 x 128 x 4
+    }
+    untied = generator_parts("generator.engine=vllm", "generator.kernels=auto", "trainer.lora_rank=4", tied=False)
+    assert "packed_head" not in untied
+    assert untied["merged_weights"] == 8_000_000  # here and in shared memory
+
+
 def test_facts_may_be_a_mapping_or_any_object_and_missing_ones_are_named():
     assert ModelFacts.of({name: getattr(TINY, name) for name in ModelFacts.__struct_fields__}) == TINY
     with pytest.raises(ConfigError, match="lack 'layers'"):
