@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 _CANCEL_AGAIN_S = 0.5
 """A cancellation that overtakes its request does nothing; it is repeated until the request has ended."""
-_CLOSING_S = 5.0
+_CLOSING_S = 6.0
 
 
 class Traits(msgspec.Struct, frozen=True, kw_only=True):
@@ -56,7 +56,8 @@ class Traits(msgspec.Struct, frozen=True, kw_only=True):
         product: name of the server in sentences.
         kv_bytes_per_token: 0 if unknown.
         waits_for_siblings: whether members of a group wait for the first one's prefill.
-        patience_s: longest wait for requests to end that were told to.
+        patience_s: longest wait for all requests to end when they were told to.
+        hang_up_s: how long the server gets to end one request, before its connection is cut.
     """
 
     kind: str
@@ -70,6 +71,7 @@ class Traits(msgspec.Struct, frozen=True, kw_only=True):
     capabilities: tuple[str, ...]
     waits_for_siblings: bool
     patience_s: float
+    hang_up_s: float = 5.0
 
 
 class RemoteEngine:
@@ -401,8 +403,10 @@ class RemoteEngine:
 
     async def _cut(self, live: Live, reading: asyncio.Task[None]) -> None:
         """End a request at the server: by its id while it runs, by hanging up while it is frozen."""
-        if not live.withdrawn:
-            async with self._within(f"the end of request {live.request.request_id}"):
+        with contextlib.suppress(
+            TimeoutError
+        ):  # then it is hung up on; whether the server lives is for the port to say
+            async with asyncio.timeout(0 if live.withdrawn else self._traits.hang_up_s):
                 while not (reading.done() or self._frozen or self._port.cause):
                     await self._port.cancel(live.server_id)
                     await asyncio.wait({reading}, timeout=_CANCEL_AGAIN_S)
