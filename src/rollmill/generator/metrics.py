@@ -12,6 +12,7 @@ know those.
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -92,7 +93,7 @@ class ReplicaMetrics:
         replica: engine and standing.
         clock: the last minute's.
         model_name: label of the names of vLLM; the engine's own name for the model if `None`.
-        newest_version: returns the newest published version, in well under a millisecond.
+        newest_version: returns the newest published version at once; `LastKnown` makes that of a reading that blocks.
         gpus: asked at every scrape.
         aliases: whether the names of vLLM are exported as well.
 
@@ -257,6 +258,37 @@ class ReplicaMetrics:
         for name, (label, values) in labelled.items():
             found[f"rollmill_{name}"] += [({label: str(key)}, value) for key, value in values.items()]
         return found
+
+
+class LastKnown:
+    """A number that is read in a thread, so that a slow disk holds up nobody: as it was at the call before.
+
+    Args:
+        read: may block; an error of ours or of the system means that nothing is known.
+    """
+
+    def __init__(self, read: Callable[[], int | None]) -> None:
+        self._read = read
+        self._value: int | None = None
+        self._thread: threading.Thread | None = None
+
+    def __call__(self) -> int | None:
+        """Return what the last reading gave, and begin the next one if none is under way."""
+        if self._thread is None or not self._thread.is_alive():
+            self._thread = threading.Thread(target=self._refresh, name="metrics", daemon=True)
+            self._thread.start()
+        return self._value
+
+    def _refresh(self) -> None:
+        try:
+            self._value = self._read()
+        except (RollmillError, OSError):
+            self._value = None  # the metric is absent then, which is what is known
+
+    def settle(self) -> None:
+        """Wait for the reading that is under way."""
+        if self._thread is not None:
+            self._thread.join()
 
 
 def kv_usage(load: EngineLoad) -> float:

@@ -185,14 +185,14 @@ class HttpFace:
         """Serve until `stop` is set."""
         from rollmill.generator.gpu import find_gpus
         from rollmill.generator.http import serve_http
-        from rollmill.generator.metrics import ReplicaMetrics
+        from rollmill.generator.metrics import LastKnown, ReplicaMetrics
 
         options, access = self._options, self._options.access
         metrics = ReplicaMetrics(
             service.replica,
             clock=self._clock,
             model_name=service.models[0],
-            newest_version=self._newest_version,
+            newest_version=LastKnown(self._newest_version),
             gpus=find_gpus(visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES")),
         )
         service.observer = metrics

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,7 +18,7 @@ from rollmill.errors import DataError, EngineError, RollmillError, WeightError
 from rollmill.generator.engines.fake import FakeEngine
 from rollmill.generator.engines.protocol import EngineLoad
 from rollmill.generator.loading import Replica
-from rollmill.generator.metrics import ALIASES, METRICS, ReplicaMetrics
+from rollmill.generator.metrics import ALIASES, METRICS, LastKnown, ReplicaMetrics
 from rollmill.generator.service import InferenceService
 from rollmill.generator.state import ReplicaState, move
 from rollmill.generator.wire import LoadReport
@@ -192,6 +193,40 @@ def test_gauges_are_what_the_engine_reports_at_the_scrape():
 def test_what_cannot_be_known_is_absent_and_not_zero():
     names = {name for name, _ in Rig().read()}
     assert names.isdisjoint({"rollmill_inference_gpu_util", "rollmill_batch_size", "rollmill_publish_lag_versions"})
+
+
+def test_the_newest_version_is_read_beside_the_loop_and_shown_at_the_next_scrape():
+    newest: list[int | Exception] = [2, WeightError("gone"), 5, 6]
+
+    def read() -> int:
+        found = newest.pop(0)
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    known = LastKnown(read)
+    shown = []
+    for _ in range(4):
+        shown.append(known())
+        known.settle()
+    assert shown == [None, 2, None, 5]
+
+
+def test_a_reading_that_hangs_holds_up_no_scrape_and_is_not_begun_again():
+    free, readings = threading.Event(), []
+
+    def read() -> int:
+        readings.append(1)
+        free.wait(10)
+        return 3
+
+    known = LastKnown(read)
+    assert [known(), known(), known()] == [None, None, None]
+    free.set()
+    known.settle()
+    assert len(readings) == 1
+    assert known() == 3
+    known.settle()
 
 
 def test_weight_loads_are_counted_by_outcome_and_timed_by_phase():
