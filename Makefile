@@ -52,7 +52,7 @@ $(VENV)/.dev: $(VENV)/.run
 	@touch $@
 
 $(VENV)/.bench: $(VENV)/.run
-	@$(PIP_INSTALL) -c constraints.txt -e '.[torch,reasoning-gym,bench]'
+	@$(PIP_INSTALL) -c constraints.txt -e '.[torch,reasoning-gym,serve,bench]'
 	@touch $@
 
 $(VENV)/.docs: $(VENV)/.dev

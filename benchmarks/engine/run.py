@@ -179,7 +179,7 @@ def gemm_flops(dtype: str, *, threads: int) -> dict[str, float]:
     return json.loads(done.stdout)
 
 
-def work_flop(model: Path, *, group: int) -> float:
+def work_flop(model: Path, *, group: int, new_tokens: float = NEW_TOKENS) -> float:
     """Return the FLOP that one new token needs: two per weight and token, the prompt once per group.
 
     The head is computed for every new token and for no other; attention over at most 128 tokens (2 %) is left out.
@@ -191,7 +191,7 @@ def work_flop(model: Path, *, group: int) -> float:
     body = layers * (hidden * dim * (2 * heads + 2 * kv_heads) + 3 * hidden * inner)
     head = hidden * config["vocab_size"]
     # The first new token comes out of the prompt's pass; the last one is never fed back.
-    return 2 * (head + body * (PROMPT_TOKENS / group + NEW_TOKENS - 1) / NEW_TOKENS)
+    return 2 * (head + body * (PROMPT_TOKENS / group + new_tokens - 1) / new_tokens)
 
 
 def measure(
