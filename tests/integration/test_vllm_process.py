@@ -1,0 +1,118 @@
+"""The server as a child process: what it is started with, what it says when it ends, and that nothing outlives it.
+
+A package called vllm, put on its path, stands for the real one.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from rollmill.clock import SystemClock
+from rollmill.errors import ConfigError, DeadlineExceeded, EngineDead
+from rollmill.generator.engines.vllm.server import ServerFolder, ServerProcess, listens
+
+pytestmark = pytest.mark.integration
+
+SLEEPS = """
+import os, sys, time
+if os.fork() == 0:
+    open(sys.argv[1] + ".child", "w").write(str(os.getpid()))
+    time.sleep(60)
+import importlib.metadata
+found = importlib.metadata.entry_points(group="vllm.general_plugins")
+open(sys.argv[1], "w").write(" ".join(entry.value for entry in found))
+time.sleep(60)
+"""
+FAILS = """
+print("INFO 11-30 09:00:00 [a.py:1] starting", flush=True)
+raise ValueError("no room for keys and values")
+"""
+
+
+def stand_in(folder: Path, code: str) -> dict[str, str]:
+    """Make the package and return the server's environment variables."""
+    package = folder / "vllm" / "entrypoints" / "openai"
+    package.mkdir(parents=True)
+    for place in (package, package.parent, package.parent.parent):
+        (place / "__init__.py").write_text("")
+    (package / "api_server.py").write_text(code)
+    return {"PATH": os.environ["PATH"], "PYTHONPATH": str(folder)}
+
+
+def started(folder: Path, code: str) -> ServerProcess:
+    environment = stand_in(folder, code)
+    place = ServerFolder()
+    environment["PYTHONPATH"] += f":{place.plugin}"
+    return ServerProcess(
+        python=Path(sys.executable), arguments=[str(folder / "told")], environment=environment, folder=place
+    )
+
+
+def test_it_finds_the_plugin_and_is_gone_with_its_children_and_its_folder_when_it_is_stopped(tmp_path):
+    server = started(tmp_path, SLEEPS)
+    told = tmp_path / "told"
+    server.wait_until(lambda: told.exists() and told.read_text() != "", deadline_s=20, clock=SystemClock())
+    assert told.read_text() == "rollmill_vllm_plugin:register"
+    child = psutil.Process(int((tmp_path / "told.child").read_text()))
+    place = server.socket.parent
+    assert stat.S_IMODE(place.stat().st_mode) == 0o700
+    assert not listens(server)
+    server.stop(grace_s=5)
+    server.stop(grace_s=5)
+    psutil.wait_procs([child], timeout=10)
+    assert not child.is_running()
+    assert not place.exists()
+
+
+def test_it_is_gone_when_the_process_that_started_it_is_killed(tmp_path):
+    code = f"""
+import sys, time
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+from pathlib import Path
+from test_vllm_process import SLEEPS, started
+server = started(Path({str(tmp_path)!r}), SLEEPS)
+print(server.pid, server.socket.parent, flush=True)
+time.sleep(60)
+"""
+    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    pid, place = parent.stdout.readline().split()
+    server = psutil.Process(int(pid))
+    parent.send_signal(signal.SIGKILL)
+    parent.communicate(timeout=10)
+    _, alive = psutil.wait_procs([server], timeout=10)
+    assert alive == []
+    for left in Path(place).rglob("*"):  # a killed process cannot clean up
+        assert left.stat().st_size < 10_000
+    subprocess.run(["rm", "-r", place], check=True)
+
+
+def test_one_that_fails_to_start_is_told_with_its_first_error(tmp_path):
+    server = started(tmp_path, FAILS)
+    with pytest.raises(EngineDead, match=r"ended with 1; first error in .*: ValueError: no room for keys and values"):
+        server.wait_until(lambda: False, deadline_s=20, clock=SystemClock())
+    server.stop(grace_s=1)
+
+
+def test_one_that_takes_too_long_is_told_with_the_end_of_its_log(tmp_path):
+    server = started(tmp_path, "import time; print('waiting for a GPU', flush=True); time.sleep(60)")
+    log = server.log
+    server.wait_until(lambda: log.stat().st_size > 0, deadline_s=20, clock=SystemClock())
+    with pytest.raises(DeadlineExceeded, match=r"start_deadline_s 0.05.*waiting for a GPU"):
+        server.wait_until(lambda: False, deadline_s=0.05, clock=SystemClock())
+    server.stop(grace_s=1)
+
+
+def test_an_interpreter_that_cannot_be_started_names_the_command_that_makes_one(tmp_path):
+    place = ServerFolder()
+    with pytest.raises(ConfigError, match="rollmill engine install vllm"):
+        ServerProcess(python=tmp_path / "none", arguments=[], environment={}, folder=place)
+    place.remove()
