@@ -67,7 +67,7 @@ def quick_engine(*, step_s: float = 0.0, max_model_len: int = 4000, **changes: A
 
 
 async def until(client: GeneratorClient, condition: Callable[[ReplicaStatus], bool]) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(40):
         while not condition(await client.status()):
             pass  # each turn of the loop is a round trip to the service
 

@@ -101,25 +101,43 @@ async def test_every_bad_request_gets_its_status_and_disturbs_nobody(method):
 
 
 async def test_siblings_never_share_an_id_with_another_request():
-    async with beside_a_bystander() as (client, stub):
-        await stub.Generate(message(request_id="bystander#0"), timeout=10)  # it is alone, so it has no siblings
-        group = asyncio.ensure_future(client.generate_group(request("g", [1], max_new_tokens=40), siblings=2))
+    repository, _, _ = two_versions()
+    async with (
+        service(quick_engine(step_s=0.002), repository) as client,
+        open_channel(client.address) as channel,
+    ):
+        stub = pb_grpc.PolicyInferenceStub(channel)
+        alone = asyncio.ensure_future(client.generate(request("alone", [1], max_new_tokens=3000)))
+        group = asyncio.ensure_future(client.generate_group(request("g", [1], max_new_tokens=3000), siblings=2))
         await until_running(client, 3)
+        reply = await stub.Generate(message(request_id="alone#0"), timeout=10)  # a lone request has no siblings
         got, details, _ = await refused(stub.Generate(message(request_id="g#1"), timeout=10))
-        await group
+        for request_id in ("alone", "g"):
+            assert await client.abort(request_id)
+        await asyncio.gather(alone, group)
+    assert reply.request_id == "alone#0"
     assert (got, "g#1 is in use" in details) == ("ALREADY_EXISTS", True)
 
 
 async def test_a_request_more_than_there_are_places_is_refused_with_the_time_to_ask_again():
-    async with beside_a_bystander() as (client, stub):
-        group = asyncio.ensure_future(client.generate_group(request("g", [1], max_new_tokens=40), siblings=4))
+    repository, _, _ = two_versions()
+    async with (
+        service(quick_engine(step_s=0.002), repository, limits=LIMITS) as client,
+        open_channel(client.address) as channel,
+    ):
+        stub = pb_grpc.PolicyInferenceStub(channel)
+        alone = asyncio.ensure_future(client.generate(request("alone", [1], max_new_tokens=3000)))
+        group = asyncio.ensure_future(client.generate_group(request("g", [1], max_new_tokens=3000), siblings=4))
         await until_running(client, 5)
         got, _, metadata = await refused(stub.Generate(message(siblings=2), timeout=10))
         with pytest.raises(Overloaded, match=r"generator\.limits\.max_requests is 6") as typed:
             await client.generate_group(request("more", [1]), siblings=2)
         assert len((await client.generate(request("last", [1], max_new_tokens=2))).output_ids) == 2
-        await group
+        assert await client.abort("g")
+        assert [turn.stop_reason for turn in await group] == [StopReason.ABORT] * 4
         assert len(await client.generate_group(request("more", [1]), siblings=2)) == 2
+        assert await client.abort("alone")
+        await alone
     assert (got, metadata["rollmill-code"]) == ("RESOURCE_EXHAUSTED", "overloaded")
     assert 0.1 <= float(metadata["retry-after"]) <= 60
     assert 0.1 <= typed.value.retry_after_s <= 60
@@ -197,18 +215,25 @@ async def test_a_client_that_cancels_a_stream_frees_its_slot():
         stream = stub.GenerateStream(message(sampling={"max_new_tokens": 3000}), timeout=30)
         await stream.read()
         stream.cancel()
-        await until_running(client, 1)
+        await until(client, lambda status: status.running <= 1)  # the bystander, if it still runs
 
 
 async def test_a_reader_that_falls_behind_loses_its_request_and_memory_stays_bounded():
-    limits = LIMITS.model_copy(update={"stream_events": 16})
-    async with beside_a_bystander(limits=limits) as (client, stub):
-        stream = stub.GenerateStream(message(sampling={"max_new_tokens": 3900}, siblings=4), timeout=30)
-        # Ended long before 4 x 3900 tokens; at most the bystander still runs.
-        await until(client, lambda status: status.output_tokens > 200 and status.running <= 1)
+    repository, _, _ = two_versions()
+    asked = message(sampling={"max_new_tokens": 3900}, siblings=4)
+    async with (
+        service(quick_engine(), repository, limits=LIMITS.model_copy(update={"stream_events": 16})) as client,
+        open_channel(client.address) as channel,
+    ):
+        stream = pb_grpc.PolicyInferenceStub(channel).GenerateStream(asked, timeout=60)
+        await until(client, lambda status: status.output_tokens > 0 and status.running == 0)
+        sampled = (await client.status()).output_tokens
+        turn = await client.generate(BYSTANDER)
         got, details, metadata = await refused(read_to_the_end(stream))
+    assert sampled < 4 * 3900  # it was ended long before its end
     assert (got, metadata["rollmill-code"]) == ("RESOURCE_EXHAUSTED", SlowReader.code)
     assert "16 events behind" in details
+    assert turn.stop_reason is StopReason.LENGTH
 
 
 async def test_a_reader_that_takes_no_event_at_all_loses_its_request_in_time():
@@ -248,12 +273,9 @@ async def test_a_stream_that_is_cut_is_a_typed_error_and_frees_its_slot():
         streaming = asyncio.ensure_future(
             cut_off.generate(asked, on_tokens=lambda chunk: heard.append(chunk.start_token))
         )
-        await until_running(client, 2)
-        async with asyncio.timeout(10):
-            while not heard:
-                await client.status()
+        await until(client, lambda _: bool(heard))
         network.cut()
         with pytest.raises(EngineDead, match="GenerateStream to the generator"):
             await streaming
-        await until_running(client, 1)
+        await until(client, lambda status: status.running <= 1)
         await cut_off.close()
