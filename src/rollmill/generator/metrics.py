@@ -274,10 +274,11 @@ class LastKnown:
 
     def __call__(self) -> int | None:
         """Return what the last reading gave, and begin the next one if none is under way."""
+        known = self._value
         if self._thread is None or not self._thread.is_alive():
             self._thread = threading.Thread(target=self._refresh, name="metrics", daemon=True)
             self._thread.start()
-        return self._value
+        return known
 
     def _refresh(self) -> None:
         try:

@@ -24,7 +24,7 @@ def test_the_command_to_train_starts_importing_elsewhere_before_it_imports_much_
     assert modules.isdisjoint({"numpy", "pydantic", "rich", "psutil", "torch", "rollmill.cli.training"})
 
 
-@pytest.mark.parametrize("name", ["train", "eval", "model", "config", "summary"])
+@pytest.mark.parametrize("name", ["train", "eval", "model", "config", "summary", "autoscale", "bench"])
 def test_every_command_has_the_name_under_which_it_is_found(name):
     context = click.Context(cli)
     assert name in cli.list_commands(context)

@@ -225,6 +225,7 @@ def test_a_reading_that_hangs_holds_up_no_scrape_and_is_not_begun_again():
     free.set()
     known.settle()
     assert len(readings) == 1
+    free.set()
     assert known() == 3
     known.settle()
 
