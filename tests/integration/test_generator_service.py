@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
-from collections.abc import AsyncIterator, Callable
-from pathlib import Path
-from typing import Any
 
 import grpc
 import numpy as np
@@ -35,57 +31,18 @@ from rollmill.generator.client import GeneratorClient
 from rollmill.generator.engines.fake import FakeEngine, FakeFaults, FakeLatency
 from rollmill.generator.main import build_engine, serve
 from rollmill.generator.state import ReplicaState
-from rollmill.generator.wire import ReplicaStatus
 from rollmill.types import Canary, SamplingParams, StopReason
 from rollmill.weights.repository import LocalModelRepository
+from service_builders import service, two_versions, until, until_running
 
 pytestmark = pytest.mark.integration
-
-
-@contextlib.asynccontextmanager
-async def service(
-    engine: Any, repository: MemoryRepository, folder: Path, **settings: Any
-) -> AsyncIterator[GeneratorClient]:
-    """Serve an engine and hand out a client; stops in order."""
-    stop, file = asyncio.Event(), folder / "address.json"
-    options = {"kv_policy": "keep", "load_deadline_s": 20.0, **settings}
-    async with asyncio.TaskGroup() as tasks:
-        serving = tasks.create_task(
-            serve(engine=engine, repository=repository, address_file=file, stop=stop, **options)
-        )
-        while not file.exists():
-            await asyncio.wait({serving}, timeout=0.01)
-            if serving.done():
-                await serving
-        client = GeneratorClient(json.loads(file.read_text())["address"])
-        try:
-            yield client
-        finally:
-            await client.close()
-            stop.set()
-
-
-def two_versions() -> tuple[MemoryRepository, Any, Any]:
-    repository, old, new = MemoryRepository(), random_model(seed=1), random_model(seed=2)
-    assert (repository.put(old), repository.put(new)) == (1, 2)
-    return repository, old, new
-
-
-async def until(client: GeneratorClient, condition: Callable[[ReplicaStatus], bool]) -> None:
-    async with asyncio.timeout(10):
-        while not condition(await client.status()):
-            pass  # each turn of the loop is a round trip to the service
-
-
-async def until_running(client: GeneratorClient, count: int = 1) -> None:
-    await until(client, lambda status: status.running == count)
 
 
 async def test_a_turn_crosses_the_wire_whole(tmp_path):
     repository, old, _ = two_versions()
     sampling = SamplingParams(temperature=0.7, top_p=0.9, seed=2**62 + 3, max_new_tokens=9)
     asked = request("a", prompt_of(7), temperature=0.7, top_p=0.9, seed=2**62 + 3, max_new_tokens=9)
-    async with service(embedded(tmp_path, old), repository, tmp_path) as client:
+    async with service(embedded(tmp_path, old), repository) as client:
         turn = await client.generate(asked)
     assert turn.stop_reason is StopReason.LENGTH
     assert len(turn.output_ids) == 9
@@ -98,7 +55,7 @@ async def test_a_stream_gives_the_turn_that_generate_gives_token_by_token(tmp_pa
     repository, old, _ = two_versions()
     heard: list[int] = []
     asked = request("a", prompt_of(7), seed=5, max_new_tokens=9)
-    async with service(embedded(tmp_path, old), repository, tmp_path) as client:
+    async with service(embedded(tmp_path, old), repository) as client:
         plain = await client.generate(asked)
         streamed = await client.generate(asked, on_tokens=lambda chunk: heard.extend(chunk.output_ids.tolist()))
     assert len(heard) == 9
@@ -110,7 +67,7 @@ async def test_a_stream_gives_the_turn_that_generate_gives_token_by_token(tmp_pa
 async def test_siblings_share_the_prefill_and_differ_in_their_draws(tmp_path):
     repository, old, _ = two_versions()
     asked = request("a", prompt_of(40), seed=5, max_new_tokens=9)
-    async with service(embedded(tmp_path, old), repository, tmp_path) as client:
+    async with service(embedded(tmp_path, old), repository) as client:
         alone = await client.generate(asked)
         turns = await client.generate_group(asked, siblings=4)
     assert [turn.request_id for turn in turns] == ["a#0", "a#1", "a#2", "a#3"]
@@ -124,7 +81,7 @@ async def test_siblings_share_the_prefill_and_differ_in_their_draws(tmp_path):
 async def test_aborting_a_call_ends_all_its_siblings(tmp_path):
     engine = FakeEngine(clock=SystemClock(), digest="digest-1", latency=FakeLatency(step_s=0.01), max_model_len=10_000)
     repository, _, _ = two_versions()
-    async with service(engine, repository, tmp_path) as client:
+    async with service(engine, repository) as client:
         group = asyncio.ensure_future(
             client.generate_group(request("a", prompt_of(7), max_new_tokens=5_000), siblings=3)
         )
@@ -136,8 +93,9 @@ async def test_aborting_a_call_ends_all_its_siblings(tmp_path):
 
 async def test_the_address_file_names_address_process_and_version(tmp_path):
     repository, old, _ = two_versions()
-    async with service(embedded(tmp_path, old), repository, tmp_path) as client:
-        record = json.loads((tmp_path / "address.json").read_text())
+    file = tmp_path / "address.json"
+    async with service(embedded(tmp_path, old), repository, address_file=file) as client:
+        record = json.loads(file.read_text())
         status = await client.status()
     assert record.keys() == {"address", "pid", "policy_version"}
     assert (record["policy_version"], status.policy_version, status.digest) == (1, 1, "digest-1")
@@ -147,7 +105,7 @@ async def test_the_address_file_names_address_process_and_version(tmp_path):
 
 async def test_loading_weights_swaps_proves_and_holds_the_new_version(tmp_path):
     repository, old, new = two_versions()
-    async with service(embedded(tmp_path, old), repository, tmp_path) as client:
+    async with service(embedded(tmp_path, old), repository) as client:
         assert repository.held_versions() == [1]
         report = await client.load_weights(2, deadline_s=20)
         assert repository.held_versions() == [2]
@@ -189,7 +147,7 @@ async def test_an_engine_built_from_a_publication_follows_the_repository_of_a_ru
             digest=repository.manifest(1).digest,
             clock=SystemClock(),
         )
-        async with service(engine, repository, tmp_path, kv_policy="recompute") as client:
+        async with service(engine, repository, kv_policy="recompute") as client:
             assert repository.retire() == []  # version 1 is served, hence held
             report = await client.load_weights(2, deadline_s=20)
             assert repository.retire() == [1]
@@ -217,7 +175,7 @@ async def test_the_fake_engine_is_built_with_the_models_vocabulary_and_claims_no
         digest=repository.manifest(1).digest,
         clock=SystemClock(),
     )
-    async with service(engine, repository, tmp_path) as client:
+    async with service(engine, repository) as client:
         report = await client.load_weights(2, deadline_s=20)
         with pytest.raises(DataError, match=f"vocabulary of {VOCABULARY}"):
             await client.generate(request("a", [VOCABULARY]))
@@ -226,7 +184,7 @@ async def test_the_fake_engine_is_built_with_the_models_vocabulary_and_claims_no
 
 async def test_a_request_in_flight_crosses_a_load_with_one_span_for_each_version(tmp_path):
     repository, old, _ = two_versions()
-    async with service(embedded(tmp_path, old), repository, tmp_path) as client, asyncio.TaskGroup() as tasks:
+    async with service(embedded(tmp_path, old), repository) as client, asyncio.TaskGroup() as tasks:
         turn = tasks.create_task(client.generate(request("a", prompt_of(6), max_new_tokens=150)))
         await until_running(client)
         await client.load_weights(2, deadline_s=20)
@@ -238,7 +196,7 @@ async def test_a_request_in_flight_crosses_a_load_with_one_span_for_each_version
 async def test_a_damaged_publication_is_refused_before_the_pause_and_the_old_version_serves_on(tmp_path):
     repository, old, _ = two_versions()
     repository.damage(2)
-    async with service(embedded(tmp_path, old), repository, tmp_path) as client:
+    async with service(embedded(tmp_path, old), repository) as client:
         with pytest.raises(WeightMismatch) as refused:
             await client.load_weights(2, deadline_s=20)
         status = await client.status()
@@ -257,7 +215,7 @@ async def test_tensors_of_another_shape_leave_the_old_version_serving(tmp_path):
     repository.publish(
         tensors, optimizer_step=0, parent=None, history_id="h", training_dtype="float32", canary=None, at_s=0.0
     )
-    async with service(embedded(tmp_path, old), repository, tmp_path) as client:
+    async with service(embedded(tmp_path, old), repository) as client:
         with pytest.raises(WeightError, match="instead of"):
             await client.load_weights(3, deadline_s=20)
         turn = await client.generate(request("a", prompt_of(6)))
@@ -272,7 +230,7 @@ async def test_a_canary_that_disagrees_makes_the_replica_dirty_until_a_newer_ver
     lie = Canary(token_ids=true.token_ids, logprobs=true.logprobs + np.float32(0.5), tolerance=1e-3)
     repository.put(new, canary=lie)
     repository.put(random_model(seed=4))
-    async with service(embedded(tmp_path, old), repository, tmp_path) as client, asyncio.TaskGroup() as tasks:
+    async with service(embedded(tmp_path, old), repository) as client, asyncio.TaskGroup() as tasks:
         running = tasks.create_task(client.generate(request("running", prompt_of(6), max_new_tokens=150)))
         await until_running(client)
         with pytest.raises(WeightMismatch, match=r"differ from the trainer's by 0\.5 nats"):
@@ -303,7 +261,7 @@ async def test_weights_that_turn_out_not_to_be_finite_take_the_replica_out_of_ro
         at_s=0.0,
     )
     repository.put(new)
-    async with service(embedded(tmp_path, old), repository, tmp_path) as client:
+    async with service(embedded(tmp_path, old), repository) as client:
         assert (await client.load_weights(3, deadline_s=20)).canary_difference is None
         with pytest.raises(EngineError, match="not finite"):
             await client.generate(request("a", prompt_of(6)))
@@ -334,7 +292,7 @@ async def test_a_first_version_that_fails_its_canary_never_gets_an_address(tmp_p
 
 async def test_an_unknown_version_is_a_weight_error(tmp_path):
     repository, old, _ = two_versions()
-    async with service(embedded(tmp_path, old), repository, tmp_path) as client:
+    async with service(embedded(tmp_path, old), repository) as client:
         with pytest.raises(WeightError, match="policy version 9 is unknown"):
             await client.load_weights(9, deadline_s=20)
         held = repository.held_versions()
@@ -343,7 +301,7 @@ async def test_an_unknown_version_is_a_weight_error(tmp_path):
 
 async def test_a_prompt_that_does_not_fit_is_a_data_error(tmp_path):
     repository, old, _ = two_versions()
-    async with service(embedded(tmp_path, old), repository, tmp_path) as client:
+    async with service(embedded(tmp_path, old), repository) as client:
         with pytest.raises(DataError, match=f"has {MAX_LEN + 5} tokens"):
             await client.generate(request("long", prompt_of(MAX_LEN + 5)))
 
@@ -351,7 +309,7 @@ async def test_a_prompt_that_does_not_fit_is_a_data_error(tmp_path):
 async def test_abort_ends_exactly_the_named_request(tmp_path):
     repository = two_versions()[0]
     engine = FakeEngine(clock=SystemClock(), latency=FakeLatency(step_s=0.005), max_model_len=4000)
-    async with service(engine, repository, tmp_path) as client, asyncio.TaskGroup() as tasks:
+    async with service(engine, repository) as client, asyncio.TaskGroup() as tasks:
         one = tasks.create_task(client.generate(request("a1", [1, 2], max_new_tokens=2000)))
         ten = tasks.create_task(client.generate(request("a10", [1, 2], max_new_tokens=20)))
         await until_running(client, 2)
@@ -365,7 +323,7 @@ async def test_abort_ends_exactly_the_named_request(tmp_path):
 async def test_a_client_that_cancels_frees_the_slot(tmp_path):
     repository = two_versions()[0]
     engine = FakeEngine(clock=SystemClock(), latency=FakeLatency(step_s=0.005), max_model_len=4000)
-    async with service(engine, repository, tmp_path) as client:
+    async with service(engine, repository) as client:
         task = asyncio.ensure_future(client.generate(request("a", [1, 2], max_new_tokens=2000)))
         await until_running(client)
         task.cancel()
@@ -377,7 +335,7 @@ async def test_a_client_that_cancels_frees_the_slot(tmp_path):
 async def test_past_its_deadline_a_request_returns_what_it_has(tmp_path):
     repository = two_versions()[0]
     engine = FakeEngine(clock=SystemClock(), latency=FakeLatency(step_s=0.01), max_model_len=4000)
-    async with service(engine, repository, tmp_path) as client:
+    async with service(engine, repository) as client:
         turn = await client.generate(request("a", [1, 2], max_new_tokens=2000, deadline_s=0.1))
     assert turn.stop_reason is StopReason.ABORT
     assert 0 < len(turn.output_ids) == len(turn.behavior_logprobs) < 20
@@ -386,7 +344,7 @@ async def test_past_its_deadline_a_request_returns_what_it_has(tmp_path):
 async def test_a_call_without_an_answer_ends_as_deadline_exceeded(tmp_path):
     repository = two_versions()[0]
     engine = FakeEngine(clock=SystemClock(), faults=FakeFaults(hang_requests=frozenset({1})))
-    async with service(engine, repository, tmp_path) as client:
+    async with service(engine, repository) as client:
         impatient = GeneratorClient(client.address, grace_s=-9.9)
         with pytest.raises(DeadlineExceeded, match="GenerateRequest"):
             await impatient.generate(request("a", [1, 2], deadline_s=10.0))
@@ -396,7 +354,7 @@ async def test_a_call_without_an_answer_ends_as_deadline_exceeded(tmp_path):
 async def test_a_load_that_takes_too_long_names_its_deadline(tmp_path):
     repository = two_versions()[0]
     engine = FakeEngine(clock=SystemClock())
-    async with service(engine, repository, tmp_path, load_deadline_s=0.0) as client:
+    async with service(engine, repository, load_deadline_s=0.0) as client:
         with pytest.raises(DeadlineExceeded, match="policy version 2 took longer than 0 s"):
             await client.load_weights(2, deadline_s=20)
         turn = await client.generate(request("a", [1, 2]))
@@ -406,7 +364,7 @@ async def test_a_load_that_takes_too_long_names_its_deadline(tmp_path):
 async def test_draining_finishes_what_runs_refuses_the_rest_and_counts_what_it_aborts(tmp_path):
     repository = two_versions()[0]
     engine = FakeEngine(clock=SystemClock(), latency=FakeLatency(step_s=0.005), max_model_len=4000)
-    async with service(engine, repository, tmp_path) as client, asyncio.TaskGroup() as tasks:
+    async with service(engine, repository) as client, asyncio.TaskGroup() as tasks:
         short = tasks.create_task(client.generate(request("short", [1, 2], max_new_tokens=10)))
         long = tasks.create_task(client.generate(request("long", [1, 2], max_new_tokens=2000)))
         await until_running(client, 2)
@@ -422,7 +380,7 @@ async def test_draining_finishes_what_runs_refuses_the_rest_and_counts_what_it_a
 async def test_health_follows_the_standing(tmp_path):
     repository = two_versions()[0]
     async with (
-        service(FakeEngine(clock=SystemClock()), repository, tmp_path) as client,
+        service(FakeEngine(clock=SystemClock()), repository) as client,
         grpc.aio.insecure_channel(client.address) as channel,
     ):
         stub = health_pb2_grpc.HealthStub(channel)
@@ -439,7 +397,7 @@ async def test_an_engine_that_dies_fails_its_requests_and_ends_the_service_with_
         clock=SystemClock(), faults=FakeFaults(hang_requests=frozenset({1}), die_at_request=2), max_model_len=4000
     )
     with pytest.RaisesGroup(pytest.RaisesExc(EngineDead, match="told to die at request 2")):
-        async with service(engine, repository, tmp_path) as client:
+        async with service(engine, repository) as client:
             hanging = asyncio.ensure_future(client.generate(request("a", [1, 2])))
             await until(client, lambda status: status.waiting == 1)
             with pytest.raises(EngineDead, match="told to die at request 2"):
@@ -450,7 +408,7 @@ async def test_an_engine_that_dies_fails_its_requests_and_ends_the_service_with_
 
 async def test_a_replica_that_is_gone_is_engine_dead(tmp_path):
     repository = two_versions()[0]
-    async with service(FakeEngine(clock=SystemClock()), repository, tmp_path) as client:
+    async with service(FakeEngine(clock=SystemClock()), repository) as client:
         address = client.address
     late = GeneratorClient(address)
     with pytest.raises(EngineDead, match="not reachable"):
