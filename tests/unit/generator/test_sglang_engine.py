@@ -142,7 +142,7 @@ async def test_ids_at_the_server_have_one_length_and_are_never_used_twice(world)
         await world.engine.generate(asked("a", max_new_tokens=1))
     rids = [body["rid"] for body in world.server.bodies["/generate"]]
     assert len(set(rids)) == 12
-    assert {len(rid) for rid in rids} == {12}
+    assert {len(rid) for rid in rids} == {18}
 
 
 async def test_an_output_is_capped_by_the_context(world):

@@ -24,6 +24,7 @@ import asyncio
 import contextlib
 import itertools
 import math
+import secrets
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping
 from typing import TYPE_CHECKING
@@ -110,7 +111,7 @@ class RemoteEngine:
         self._lives: dict[str, Live] = {}
         self._queue: deque[Live] = deque()
         self._leading: dict[GroupKey, Live] = {}
-        self._numbers = itertools.count(1)
+        self._family, self._numbers = secrets.token_hex(4), itertools.count(1)
         self._output_tokens = self._prefill_tokens = self._cached_tokens = 0
         self._flushes = 0
         # Paused: as callers see it. Frozen: the server itself. Peeked: it ran within this pause.
@@ -444,7 +445,7 @@ class RemoteEngine:
 
     def _new_id(self) -> str:
         # Of one length: no id begins with another. Never used twice: some servers end an id again after it has ended.
-        return f"{next(self._numbers):012d}"
+        return f"{self._family}{next(self._numbers):010d}"
 
     # -- weights
 

@@ -13,6 +13,7 @@ import secrets
 import shutil
 import socket
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -86,50 +87,93 @@ def start_sglang(
     meter = SecondsMeter(clock, cause="startup")
     model = ServedModel.read(path)
     settings = settings.model_copy(update={"max_model_len": min(settings.max_model_len, model.max_positions)})
-    python = find_python(settings.sglang.python)
-    spool, folder = Spool(), own_folder(PRODUCT)
+    spool = Spool()
     try:
-        weights = spool.write(tensors, policy_version=policy_version)
-        write_model(folder / "model", config=Path(path) / "config.json", weights=weights)
-        port, key = free_port(), secrets.token_hex(16)
-        server = ServerProcess(
-            product=PRODUCT,
-            section=SECTION,
-            python=python,
-            module=MODULE,
-            arguments=sglang_arguments(
-                settings,
-                model=str(folder / "model"),
-                key_file=str(write_key(folder, key=key)),
-                port=port,
-                policy_version=policy_version,
-                device=default_device(),
-                kv=model.kv,
-                vocabulary_size=model.vocabulary_size,
-            ),
-            environment=sglang_environment(settings, base=os.environ),
-            folder=folder,
-            log=log,
+        launched = launch(
+            path, settings, model=model, tensors=tensors, policy_version=policy_version, spool=spool, log=log
         )
     except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
         spool.close()
         raise
     deadline_s = settings.sglang.start_deadline_s
     return bring_up(
-        server,
-        address=Address(port=port, key=key),
+        launched.process,
+        address=launched.address,
         settings=settings,
         model=model,
         tensors=tensors,
         policy_version=policy_version,
         digest=digest,
         spool=spool,
-        folder=folder,
+        folder=launched.folder,
         clock=clock,
         meter=meter,
-        wait=lambda ready: server.wait_until(ready, deadline_s=deadline_s, clock=clock),
+        wait=lambda ready: launched.process.wait_until(ready, deadline_s=deadline_s, clock=clock),
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launched:
+    """A server process that may not be ready yet.
+
+    Attributes:
+        folder: its own; for the links through which it finds weights.
+    """
+
+    process: ServerProcess
+    address: Address
+    folder: Path
+
+
+def launch(
+    path: str | Path,
+    settings: GeneratorSettings,
+    *,
+    model: ServedModel,
+    tensors: Mapping[str, torch.Tensor],
+    policy_version: int,
+    spool: Spool,
+    log: Path | None,
+) -> Launched:
+    """Start the server process on its first weights; it is not ready yet.
+
+    Args:
+        settings: with `max_model_len` that the model can do.
+
+    Raises:
+        ConfigError: if its environment or a setting cannot be used.
+        ModelError: if the model's configuration says too little.
+        WeightError: if the weights cannot be handed over.
+    """
+    python, folder = find_python(settings.sglang.python), own_folder(PRODUCT)
+    try:
+        weights = spool.write(tensors, policy_version=policy_version)
+        write_model(folder / "model", config=Path(path) / "config.json", weights=weights)
+        port, key = free_port(), secrets.token_hex(16)
+        arguments = sglang_arguments(
+            settings,
+            model=str(folder / "model"),
+            key_file=str(write_key(folder, key=key)),
+            port=port,
+            policy_version=policy_version,
+            device=default_device(),
+            kv=model.kv,
+            vocabulary_size=model.vocabulary_size,
+        )
+        process = ServerProcess(
+            product=PRODUCT,
+            section=SECTION,
+            python=python,
+            module=MODULE,
+            arguments=arguments,
+            environment=sglang_environment(settings, base=os.environ),
+            folder=folder,
+            log=log,
+        )
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    return Launched(process=process, address=Address(port=port, key=key), folder=folder)
 
 
 def bring_up(
