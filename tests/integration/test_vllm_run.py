@@ -49,6 +49,6 @@ def test_a_run_trains_with_vllm_by_one_line(tmp_path: Path) -> None:
     # Weights that were trained came back into the engine, and it said so itself.
     assert len({span[-1] if isinstance(span, list) else span["policy_version"] for span in spans}) > 2
     # Its processes are counted, and none is left.
-    assert summary["peak_memory_bytes"] > 2 << 30
+    assert summary["peak_memory_bytes"] > 1_500_000_000
     assert processes_of(run) == []
     assert "vLLM API server" in (run / "logs" / "generator-0.vllm.log").read_text()
