@@ -144,10 +144,13 @@ class Peer:
 
     async def _send(self, message: MutableMapping[str, Any]) -> None:
         await self.reads.wait()
-        self.sent.append(message)
+        if not self.cut:
+            self.sent.append(message)
 
     def _cut(self) -> None:
         self.cut = True
+        self.left.set()
+        self.reads.set()
 
 
 def says(text: str) -> Callable[[GenerateRequest], list[int]]:

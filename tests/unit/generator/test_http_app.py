@@ -20,7 +20,7 @@ ONE_S = FakeLatency(step_s=1.0)
 
 
 def tokens(*ids: int, **fields: Any) -> dict[str, Any]:
-    sampling = fields.pop("sampling_params", {"max_tokens": 6})
+    sampling = fields.pop("sampling_params", {"max_tokens": 6, "seed": 1, "ignore_eos": True})
     return {"token_ids": list(ids or (10, 11, 12)), "sampling_params": sampling, **fields}
 
 

@@ -50,6 +50,12 @@ def connection_class(limits: HttpLimits, *, keepalive_s: float, silent_s: float)
             if self.conn.their_state is h11.IDLE and self.conn.trailing_data[0]:  # a head that came too early, in part
                 self._expect_head()
 
+        def timeout_keep_alive_handler(self) -> None:
+            if self.transport.get_write_buffer_size():  # an answer that nobody reads
+                self.transport.abort()
+            else:
+                super().timeout_keep_alive_handler()
+
         def _expect_head(self) -> None:
             if self._head_timer is None:
                 self._head_timer = self.loop.call_later(limits.header_s, self.transport.abort)

@@ -100,6 +100,8 @@ async def stream(
     try:
         while (piece := await events.take()) and not leaving.done():
             await writer.write(piece)
+        if writer.stalled:
+            return _stalled(request_id, limits=limits)
         if leaving.done():
             raise ClientLeft
         await asyncio.wait({producing})
@@ -107,32 +109,45 @@ async def stream(
         if error is not None and not exchange.started:
             raise error
         await writer.write(b"" if error is None else event(reply_of(error)), last=True)
-        return error
-    except _Stalled:
-        exchange.cut()
-        return _stalled(request_id, limits=limits)
+        return _stalled(request_id, limits=limits) if writer.stalled else error
     finally:
+        writer.close()
         await cancelled(producing, leaving)
 
 
-class _Stalled(Exception):
-    """The reader took nothing for too long."""
-
-
 class _Writer:
-    """Writes pieces, the head of the answer before the first."""
+    """Writes pieces, the head of the answer before the first; cuts the connection if one is not taken for too long.
+
+    One timer for the whole stream: a deadline around each of thousands of pieces would cost as much as writing them.
+    """
 
     def __init__(self, exchange: Exchange, *, stall_s: float) -> None:
         self._exchange, self._stall_s = exchange, stall_s
+        self._loop = asyncio.get_running_loop()
+        self._since_s: float | None = None
+        self._timer = self._loop.call_later(stall_s, self._look)
+        self.stalled = False
 
     async def write(self, piece: bytes, *, last: bool = False) -> None:
-        try:
-            async with asyncio.timeout(self._stall_s):
-                if not self._exchange.started:
-                    await self._exchange.begin_stream(kind=_STREAM, headers=_HEADERS)
-                await self._exchange.send_piece(piece, last=last)
-        except TimeoutError:
-            raise _Stalled from None
+        """Write; returns once the piece is on its way, or the connection is gone."""
+        self._since_s = self._loop.time()
+        if not self._exchange.started:
+            await self._exchange.begin_stream(kind=_STREAM, headers=_HEADERS)
+        await self._exchange.send_piece(piece, last=last)
+        self._since_s = None
+
+    def close(self) -> None:
+        """Look no more."""
+        self._timer.cancel()
+
+    def _look(self) -> None:
+        now_s = self._loop.time()
+        due_s = (now_s if self._since_s is None else self._since_s) + self._stall_s
+        if due_s > now_s:
+            self._timer = self._loop.call_at(due_s, self._look)
+        else:
+            self.stalled = True
+            self._exchange.cut()  # what waits for the reader goes on, and finds that it is gone
 
 
 def _stalled(request_id: str, *, limits: LimitSettings) -> SlowReader:
