@@ -264,10 +264,17 @@ def test_stop_strings_need_a_tokenizer():
         plan(tokens(stop="a"), facts=facts)
 
 
-def test_a_seed_below_zero_is_a_seed_and_no_seed_is_another_one_every_time():
+def test_a_seed_below_zero_is_a_seed():
     assert sampling(chat(seed=-1)).seed == 2**64 - 1
     assert sampling(chat(seed=7)).seed == 7
+
+
+def test_no_seed_is_another_one_for_every_id_and_prompt_and_the_same_when_it_is_sent_again():
     assert sampling(chat()).seed != sampling(chat()).seed
+    assert sampling(chat(request_id="r")).seed == sampling(chat(request_id="r")).seed
+    prompts = [np.ones(3, dtype=np.int64)] * 2
+    requests = plan_of(completion(prompt=["a", "a"]), prompts=prompts, headers={}, facts=FACTS).requests
+    assert requests[0].sampling.seed != requests[1].sampling.seed
 
 
 def test_top_k_of_minus_one_keeps_all():

@@ -66,7 +66,8 @@ class _Sampling(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         top_p: keep the smallest set of tokens whose probability reaches this.
         top_k: keep this many tokens; 0 or -1 keeps all.
         max_tokens: cap on output tokens; the context caps it too.
-        seed: of the request's own random stream; a random one if left out.
+        seed: of the request's own random stream; follows from the request's id if left out, so a random id has a random
+            one, and a request that is sent again has the same.
         n: samples of each prompt; they share its prefill.
         stop: text that ends the reply and is not part of it.
         stop_token_ids: these ids end the reply too, beside the model's own.

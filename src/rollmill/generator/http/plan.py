@@ -14,7 +14,7 @@ import numpy as np
 
 from rollmill.generator.http.bodies import ChatMessage, ChatRequest, CompletionRequest, TokenRequest
 from rollmill.generator.http.problems import RequestProblem
-from rollmill.generator.wire import DEFAULT_DEADLINE_S, Prompt
+from rollmill.generator.wire import DEFAULT_DEADLINE_S, Prompt, seed_of
 from rollmill.types import GenerateRequest, Message, SamplingParams
 
 ID_HEADER, DEADLINE_HEADER = "x-request-id", "x-request-timeout"
@@ -111,18 +111,19 @@ def plan_of(call: Call, *, prompts: Sequence[np.ndarray], headers: Mapping[str, 
     request_id = _request_id(call, headers=headers)
     deadline_s = _deadline_s(call, headers=headers)
     stops = _stops(settings.stop, facts=facts)
+    names = [request_id] if len(prompts) == 1 else [f"{request_id}-{index}" for index in range(len(prompts))]
     requests = tuple(
         GenerateRequest(
-            request_id=request_id if len(prompts) == 1 else f"{request_id}-{index}",
+            request_id=name,
             prompt_ids=prompt,
-            sampling=_sampling(call, prompt_tokens=len(prompt), facts=facts),
+            sampling=_sampling(call, request_id=name, prompt_tokens=len(prompt), facts=facts),
             group_key=call.group_key or "",
             deadline_s=deadline_s,
             min_policy_version=call.min_policy_version or 0,
             session_id=call.session_id or "",
             job=call.job or "",
         )
-        for index, prompt in enumerate(prompts)
+        for name, prompt in zip(names, prompts, strict=True)
     )
     return Plan(
         request_id=request_id,
@@ -156,7 +157,7 @@ def _check_chars(chars: int, *, param: str, max_model_len: int) -> None:
         )
 
 
-def _sampling(call: Call, *, prompt_tokens: int, facts: Facts) -> SamplingParams:
+def _sampling(call: Call, *, request_id: str, prompt_tokens: int, facts: Facts) -> SamplingParams:
     settings = call.sampling_params if isinstance(call, TokenRequest) else call
     own = () if settings.ignore_eos else facts.stop_token_ids
     return SamplingParams(
@@ -165,7 +166,7 @@ def _sampling(call: Call, *, prompt_tokens: int, facts: Facts) -> SamplingParams
         top_k=max(settings.top_k or 0, 0),
         max_new_tokens=_max_new_tokens(call, prompt_tokens=prompt_tokens, facts=facts),
         # The engine's streams take 64 bits without a sign; what OpenAI's clients may send has one.
-        seed=secrets.randbits(63) if settings.seed is None else settings.seed % 2**64,
+        seed=seed_of(request_id) if settings.seed is None else settings.seed % 2**64,
         stop_token_ids=tuple(sorted({*own, *(settings.stop_token_ids or ())})),
     )
 
