@@ -356,6 +356,19 @@ async def test_pause_abort_ends_what_is_sent_and_what_waits(world):
     assert {(await task).stop_reason for task in tasks} == {StopReason.ABORT}
 
 
+async def test_what_comes_while_a_pause_ends_everything_waits_for_its_end(world):
+    task = await world.at(asked("a", max_new_tokens=50), 2)
+    pausing = asyncio.ensure_future(world.engine.pause("abort"))
+    await asyncio.sleep(0)
+    late = asyncio.ensure_future(world.engine.generate(asked("late")))
+    await pausing
+    assert (await task).stop_reason is StopReason.ABORT
+    assert (late.done(), world.engine.load().waiting) == (False, 1)
+    world.server.allow(math.inf)
+    await world.engine.resume()
+    assert len((await late).output_ids) == 8
+
+
 async def test_a_cancelled_caller_frees_its_seat(world):
     task = await world.at(asked("a", max_new_tokens=50), 2)
     task.cancel()

@@ -165,6 +165,16 @@ def vllm_environment(settings: GeneratorSettings, *, base: Mapping[str, str], pl
     }
 
 
+def kv_dtype_bytes(settings: GeneratorSettings) -> int:
+    """Return bytes of one number of keys and values.
+
+    Example:
+        >>> kv_dtype_bytes(GeneratorSettings(dtype="float32")), kv_dtype_bytes(GeneratorSettings(kv_cache_dtype="fp8"))
+        (4, 1)
+    """
+    return _KV_BYTES.get(settings.kv_cache_dtype, BYTES_OF[resolve_dtype(settings.dtype)])
+
+
 _KEPT_BACK = frozenset(
     {
         "--host",
@@ -190,11 +200,10 @@ def _kv_bytes(settings: GeneratorSettings, *, device: Device, kv: KvShape | None
             "the model does not say how large its keys and values are, so that a CPU server cannot be given the right "
             "memory for them. Set generator.kv_cache_memory_bytes."
         )
-    dtype_bytes = _KV_BYTES.get(settings.kv_cache_dtype, BYTES_OF[resolve_dtype(settings.dtype)])
     blocks_each = -(-settings.max_model_len // CPU_BLOCK_TOKENS)
     # One more block: the server keeps one that holds nothing.
     blocks = (settings.max_num_seqs + SCORING_SEATS) * blocks_each + 1
-    return blocks * CPU_BLOCK_TOKENS * kv.bytes_per_token(dtype_bytes=dtype_bytes)
+    return blocks * CPU_BLOCK_TOKENS * kv.bytes_per_token(dtype_bytes=kv_dtype_bytes(settings))
 
 
 def _refuse_taken(arguments: tuple[str, ...], *, taken: set[str]) -> None:

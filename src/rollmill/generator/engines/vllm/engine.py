@@ -38,6 +38,7 @@ from rollmill.errors import DataError, DeadlineExceeded, EngineDead, EngineError
 from rollmill.generator.engines.meter import SecondsMeter
 from rollmill.generator.engines.protocol import EngineInfo, EngineLoad, KvPolicy, OnTokens, PauseMode, UpdateReport
 from rollmill.generator.engines.sequence import check_request
+from rollmill.generator.engines.settings import kv_dtype_bytes
 from rollmill.generator.engines.vllm.calls import Calls, ServerPaused
 from rollmill.generator.engines.vllm.dialect import (
     ABORT_ALL,
@@ -153,12 +154,11 @@ class VllmEngine:
     def info(self) -> EngineInfo:
         """Return what this engine is and can do."""
         settings, model = self._settings, self._model
-        dtype = resolve_dtype(settings.dtype)
-        per_token = 0 if model.kv is None else model.kv.bytes_per_token(dtype_bytes=2 if dtype == "bfloat16" else 4)
+        per_token = 0 if model.kv is None else model.kv.bytes_per_token(dtype_bytes=kv_dtype_bytes(settings))
         return EngineInfo(
             kind="vllm",
             model=model.name,
-            dtype=dtype,
+            dtype=resolve_dtype(settings.dtype),
             vocabulary_size=model.vocabulary_size,
             max_model_len=settings.max_model_len,
             max_num_seqs=settings.max_num_seqs,
@@ -491,18 +491,20 @@ class VllmEngine:
         await live.over.wait()
 
     async def _end_all(self) -> None:
-        """End everything with what it has: what waits here, and what is with the server, then pause."""
-        for live in self._lives.values():
+        """Pause, and end everything with what it has: what waits here and what is with the server."""
+        # Those of now: what comes later waits for the end of the pause.
+        ending = tuple(self._lives.values())
+        for live in ending:
             live.gave_up = True
         self._note_change()
         await self._ask(PAUSE_ABORT)
         async with self._within("the end of all requests"):
             # One that arrives at the server only now finds it paused, and would wait there.
-            while self._lives:
+            while not all(live.over.is_set() for live in ending):
                 await self._ask(ABORT_ALL)
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(_ABORT_AGAIN_S):
-                        await self._until(lambda: not self._lives)
+                        await self._until(lambda: all(live.over.is_set() for live in ending))
 
     async def _abort_until(self, call: asyncio.Task[Reply], live: Live) -> None:
         async with self._within(f"the end of request {live.request.request_id}, which is past its deadline"):
