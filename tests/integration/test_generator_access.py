@@ -87,7 +87,7 @@ async def test_without_the_token_every_call_is_refused_and_nothing_runs(token):
     assert (status.output_tokens, status.policy_version, status.state.value) == (0, 1, "serving")
 
 
-async def test_the_token_guards_every_service_but_health():
+async def test_the_token_guards_everything_but_a_health_check():
     repository, _, _ = two_versions()
     async with (
         service(quick_engine(), repository, access=Access(token=TOKEN), token=TOKEN) as client,
@@ -101,12 +101,13 @@ async def test_the_token_guards_every_service_but_health():
         for call in (
             rl_pb_grpc.PolicyInferenceStub(channel).Generate(asked, timeout=5),
             reflection(iter([b""]), timeout=5).read(),
+            stub.Watch(health_pb2.HealthCheckRequest(), timeout=5).read(),
         ):
             with pytest.raises(grpc.aio.AioRpcError) as failed:
                 await call
             refused.append(failed.value.code().name)
     assert health.status == health.SERVING
-    assert refused == ["UNAUTHENTICATED"] * 2
+    assert refused == ["UNAUTHENTICATED"] * 3
 
 
 async def test_a_call_is_refused_before_its_message_is_read():

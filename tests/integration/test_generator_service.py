@@ -31,7 +31,7 @@ from rollmill.generator.client import GeneratorClient
 from rollmill.generator.engines.fake import FakeEngine, FakeFaults, FakeLatency
 from rollmill.generator.main import build_engine, serve
 from rollmill.generator.state import ReplicaState
-from rollmill.types import Canary, SamplingParams, StopReason
+from rollmill.types import Canary, SamplingParams, StopReason, TokenChunk
 from rollmill.weights.repository import LocalModelRepository
 from service_builders import service, two_versions, until, until_running
 
@@ -191,6 +191,21 @@ async def test_a_request_in_flight_crosses_a_load_with_one_span_for_each_version
     spans = turn.result().version_spans
     assert [span.policy_version for span in spans] == [1, 2]
     assert spans[1].end_token == 150
+
+
+async def test_a_stream_crosses_a_load_token_by_token_with_the_version_of_each(tmp_path):
+    repository, old, _ = two_versions()
+    heard: list[TokenChunk] = []
+    async with service(embedded(tmp_path, old), repository) as client, asyncio.TaskGroup() as tasks:
+        asked = request("a", prompt_of(6), max_new_tokens=150)
+        streaming = tasks.create_task(client.generate(asked, on_tokens=heard.append))
+        await until(client, lambda _: bool(heard))
+        await client.load_weights(2, deadline_s=20)
+    turn = streaming.result()
+    assert [span.policy_version for span in turn.version_spans] == [1, 2]
+    versions = [chunk.policy_version for chunk in heard for _ in chunk.output_ids]
+    assert versions == [1] * turn.version_spans[0].end_token + [2] * (150 - turn.version_spans[0].end_token)
+    assert [int(token) for chunk in heard for token in chunk.output_ids] == turn.output_ids.tolist()
 
 
 async def test_a_damaged_publication_is_refused_before_the_pause_and_the_old_version_serves_on(tmp_path):

@@ -91,6 +91,8 @@ async def test_a_model_is_served_as_version_1_by_id_and_by_message_until_sigterm
                 request_id="chat", messages=chat, model="tiny-llama", sampling=pb.SamplingParams(max_new_tokens=5)
             )
             reply = await pb_grpc.PolicyInferenceStub(channel).Generate(asked, timeout=10)
+            plain = pb.GenerateRequest(request_id="text", text="hello", sampling=pb.SamplingParams(max_new_tokens=5))
+            events = [event async for event in pb_grpc.PolicyInferenceStub(channel).GenerateStream(plain, timeout=10)]
         with pytest.raises(WeightError, match="--repository DIR"):
             await client.load_weights(2, deadline_s=5)
         assert (await client.status()).digest == said["digest"]
@@ -102,6 +104,9 @@ async def test_a_model_is_served_as_version_1_by_id_and_by_message_until_sigterm
         await client.close()
     assert len(reply.prompt_ids) > 5
     assert reply.samples[0].HasField("text")
+    assert 0 < len(events[0].prompt_ids) < len(reply.prompt_ids)  # the same word without the chat template
+    assert sum(len(event.tokens.output_ids) for event in events) == events[-1].finished.output_tokens == 5
+    assert events[-1].finished.HasField("text")
     assert (turn.stop_reason, len(turn.output_ids)) == (StopReason.LENGTH, 3000)
 
 

@@ -1,6 +1,7 @@
 """What stands before every call of the gRPC face: is it a message at all, and may its caller call?
 
-Refused here, a call never reaches the service. Health is for everybody, because probes have no secrets.
+Refused here, a call never reaches the service. A health check is for everybody, because probes have no secrets; to
+watch the health takes the token, because a watch holds its call for ever.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from rollmill.errors import DataError, RollmillError, Unauthenticated
 from rollmill.generator.security import admits
 from rollmill.generator.statuses import error_to_status
 
+OPEN_TO_ALL = f"/{health.SERVICE_NAME}/Check"
 Context = grpc.aio.ServicerContext
 Handler = grpc.RpcMethodHandler
 Continue = Callable[[grpc.HandlerCallDetails], Awaitable[Any]]
@@ -38,7 +40,7 @@ async def abort_with(error: RollmillError, *, context: Context) -> None:
 
 
 class TokenInterceptor(grpc.aio.ServerInterceptor):
-    """Lets only calls through that carry the token, and those of the health service.
+    """Lets only calls through that carry the token, and single health checks.
 
     Args:
         token: that callers must give as `authorization: Bearer TOKEN`.
@@ -53,7 +55,7 @@ class TokenInterceptor(grpc.aio.ServerInterceptor):
         """Pass the call on, or answer it with UNAUTHENTICATED before its message is read."""
         handler = await continuation(handler_call_details)
         given = dict(handler_call_details.invocation_metadata or ()).get("authorization")
-        open_to_all = str(handler_call_details.method).startswith(f"/{health.SERVICE_NAME}/")
+        open_to_all = handler_call_details.method == OPEN_TO_ALL
         if handler is None or open_to_all or admits(given, token=self._token):
             return handler
         return grpc.stream_stream_rpc_method_handler(_refuse)

@@ -106,11 +106,12 @@ def serve_replica(options: ServeOptions, *, on_serving: Callable[[Served], None]
             os.environ.setdefault(name, value)
     from rollmill.weights.prepare import prepare
 
-    prepared = prepare(options.config.model.source)
-    clock = SystemClock()
-    repository, engine = _engine_and_repository(options, path=prepared.path, clock=clock)
+    path = prepare(options.config.model.source).path
+    codec = Renderer(path)
+    repository, engine = engine_and_repository(options, path=path, clock=SystemClock())
+    serving = _serve(options, engine=engine, repository=repository, path=path, codec=codec, on_serving=on_serving)
     try:
-        asyncio.run(_serve(options, engine=engine, repository=repository, path=prepared.path, on_serving=on_serving))
+        asyncio.run(serving)
     except asyncio.CancelledError as error:
         raise KeyboardInterrupt from error
 
@@ -121,11 +122,12 @@ async def _serve(
     engine: Engine,
     repository: ModelRepository,
     path: Path,
+    codec: Renderer,
     on_serving: Callable[[Served], None],
 ) -> None:
     from rollmill.generator.main import serve
 
-    config, clock, codec = options.config, SystemClock(), Renderer(path)
+    config, clock = options.config, SystemClock()
     faces = () if options.http_port is None else (HttpFace(options, clock=clock, repository=repository),)
 
     def announce(addresses: Addresses) -> None:
@@ -221,8 +223,14 @@ def _need_http() -> None:
             raise MissingExtraError(package=package, extra="serve", purpose="HTTP (or give --no-http)")
 
 
-def _engine_and_repository(options: ServeOptions, *, path: Path, clock: Clock) -> tuple[ModelRepository, Engine]:
-    """Return an engine with its first weights, and where the later ones come from."""
+def engine_and_repository(options: ServeOptions, *, path: Path, clock: Clock) -> tuple[ModelRepository, Engine]:
+    """Return an engine with its first weights, and where the later ones come from.
+
+    Raises:
+        ModelError: if the model cannot be served.
+        RunDirectoryError: if there is no model repository where one was named.
+        WeightError: if nothing was published in it, or what was published does not fit the model.
+    """
     if options.repository is not None:
         repository = open_repository(options.repository)
         return repository, _engine(options.config, path=path, repository=repository, clock=clock)
