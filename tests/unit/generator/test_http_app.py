@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 from collections.abc import Callable
 from typing import Any
 
@@ -10,8 +11,9 @@ import pytest
 
 from http_builders import MODEL, TOY, Peer, chat, choices_of, events_of, in_world, says
 from rollmill.config.schema import LimitSettings
+from rollmill.errors import MissingExtraError
 from rollmill.generator.engines.fake import FakeFaults, FakeLatency
-from rollmill.generator.http import HttpLimits, openapi
+from rollmill.generator.http import HttpLimits, openapi, serve_http
 from rollmill.generator.state import ReplicaState, move
 from rollmill.types import GenerateRequest, Message, SamplingParams
 
@@ -576,6 +578,16 @@ def test_the_openapi_document_is_served_and_describes_every_route_and_record():
     assert described["tool_choice"]["description"] == 'only "none" or "auto"'
     codes = set(document["paths"][CHAT]["post"]["responses"])
     assert {"400", "401", "404", "408", "409", "413", "429", "499", "503", "504"} <= codes
+
+
+def test_serving_without_uvicorn_names_the_extra(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+
+    async def scenario(client, service):
+        with pytest.raises(MissingExtraError, match=r"rollmill\[serve\]"):
+            await serve_http(service, stop=asyncio.Event())
+
+    in_world(scenario)
 
 
 def find_refs(part: Any) -> list[str]:
