@@ -11,7 +11,8 @@ Two branches. The user can fix a `UserError`; a `Fault` is something that failed
     |   |-- Unauthenticated            a call came without the token that the service asks for
     |   |-- RunDirectoryError          run directory unwritable, occupied, or of another run
     |   |-- CheckpointError            checkpoint missing or damaged
-    |   `-- MissingExtraError          an optional package is not installed
+    |   |-- MissingExtraError          an optional package is not installed
+    |   `-- IsolationError             this machine isolates sandboxes less than the configuration demands
     `-- Fault                          something failed
         |-- EngineError                the inference engine could not serve
         |   |-- EngineDead             the engine or its process is gone
@@ -21,6 +22,15 @@ Two branches. The user can fix a `UserError`; a `Fault` is something that failed
         |   |-- RequestIdInUse         another request with this id lives
         |   `-- SlowReader             the caller does not read the tokens it asked for
         |-- EnvironmentFault           the environment or its sandbox failed
+        |-- SandboxError               a sandbox or its provider failed
+        |   |-- SandboxRetryable       the provider has no room now; try again later
+        |   |-- CreateUnknown          a creation was cut off: the sandbox may exist, to be looked up by its id
+        |   |-- ImageError             the image is unknown, broken or too large
+        |   |-- SandboxDead            the sandbox has ended, with the reason
+        |   |-- SandboxUnsupported     this backend cannot do it
+        |   |-- SandboxFileError       a path inside is missing, refused or not a file
+        |   |-- SandboxExhausted       the sandbox is out of processes, memory, space or descriptors
+        |   `-- SandboxIdInUse         another sandbox has this id
         |-- ScoringFault               the scorer raised, hung or died; never a reward
         |-- LengthMismatch             parallel arrays of a record disagree
         |-- StoreError                 the sample store refused or lost something
@@ -100,6 +110,12 @@ class MissingExtraError(UserError):
         self.command = command
 
 
+class IsolationError(UserError):
+    """This machine isolates sandboxes less than the configuration demands; nothing was started."""
+
+    code = "isolation"
+
+
 class Fault(RollmillError):
     """Something failed."""
 
@@ -160,6 +176,94 @@ class EnvironmentFault(Fault):
     """The environment or its sandbox failed; never a reward."""
 
     code = "environment"
+
+
+class SandboxError(Fault):
+    """A sandbox or its provider failed."""
+
+    code = "sandbox"
+
+
+class SandboxRetryable(SandboxError):
+    """The provider has no room or answers too slowly now; nothing of this call is left behind.
+
+    Attributes:
+        after_s: when another try makes sense.
+    """
+
+    code = "sandbox_retryable"
+
+    def __init__(self, message: str, *, after_s: float) -> None:
+        super().__init__(message)
+        self.after_s = after_s
+
+
+class CreateUnknown(SandboxError):
+    """A creation was cut off and its sandbox may exist: look it up by its id, then adopt or kill it.
+
+    Attributes:
+        sandbox_id: the id that was asked for.
+    """
+
+    code = "sandbox_create_unknown"
+
+    def __init__(self, message: str, *, sandbox_id: str) -> None:
+        super().__init__(message)
+        self.sandbox_id = sandbox_id
+
+
+class ImageError(SandboxError):
+    """The image is unknown, broken or too large."""
+
+    code = "sandbox_image"
+
+
+class SandboxDead(SandboxError):
+    """The sandbox has ended.
+
+    Attributes:
+        reason: why, as `DeathReason` spells it.
+        fault: whose fault it is, as `Culprit` spells it: what `rollout` did is scored, what `infrastructure` did is not.
+    """
+
+    code = "sandbox_dead"
+
+    def __init__(self, message: str, *, reason: str, fault: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+        self.fault = fault
+
+
+class SandboxUnsupported(SandboxError):
+    """This backend, or this machine, cannot do what was asked.
+
+    Attributes:
+        capability: the name of what is missing.
+    """
+
+    code = "sandbox_unsupported"
+
+    def __init__(self, message: str, *, capability: str) -> None:
+        super().__init__(message)
+        self.capability = capability
+
+
+class SandboxFileError(SandboxError):
+    """A path inside a sandbox is missing, refused, or not a file."""
+
+    code = "sandbox_file"
+
+
+class SandboxExhausted(SandboxError):
+    """The sandbox is out of processes, memory, disk space, inodes or descriptors; it lives on."""
+
+    code = "sandbox_exhausted"
+
+
+class SandboxIdInUse(SandboxError):
+    """Another sandbox has this id; an id names one sandbox for good."""
+
+    code = "sandbox_id_in_use"
 
 
 class ScoringFault(Fault):

@@ -1,0 +1,1 @@
+"""Backends: what runs sandboxes. Each implements `rollmill.sandboxes.protocol.Provider`."""

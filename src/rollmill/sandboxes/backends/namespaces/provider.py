@@ -1,0 +1,423 @@
+"""The provider of namespace sandboxes: creates them through its zygote, keeps their leases, and cleans up.
+
+    what it waits for                          who wakes it, and until when
+    an agent's first word                      the agent, `start_s`
+    the end of a sandbox                       the zygote's `gone`, `end_s`
+    the end of the zygote, when closing        the process, `end_s`
+
+No lock is held across any of these. The record of a sandbox is on disk before the zygote hears of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import socket
+import time
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+import msgspec
+
+from rollmill.errors import (
+    DeadlineExceeded,
+    ImageError,
+    IsolationError,
+    SandboxDead,
+    SandboxError,
+    SandboxIdInUse,
+    SandboxRetryable,
+)
+from rollmill.sandboxes.backends.namespaces.channel import SetupFailed
+from rollmill.sandboxes.backends.namespaces.sandbox import NamespaceSandbox
+from rollmill.sandboxes.backends.namespaces.settings import NamespaceSettings
+from rollmill.sandboxes.backends.namespaces.zygote_link import ZygoteLink
+from rollmill.sandboxes.disk_records import DiskRecord, DiskRecords, ProcessMark, check_id, mark_of
+from rollmill.sandboxes.guest import cgroups
+from rollmill.sandboxes.guest.cgroups import Groups
+from rollmill.sandboxes.isolation import WORDS, IsolationLevel, Protection, known, require
+from rollmill.sandboxes.lifecycle import dead_error, death, explain_end
+from rollmill.sandboxes.records import (
+    Capabilities,
+    DeathReason,
+    DirectoryImage,
+    Image,
+    Lease,
+    SandboxSpec,
+    SandboxState,
+    SandboxStatus,
+)
+from rollmill.sandboxes.sweep import sweep
+
+BACKEND = "namespaces"
+_REMEMBERED_ENDS = 1000
+_RETRY_AFTER_S = 1.0
+_NO_ROOM = (errno.EAGAIN, errno.ENOMEM, errno.ENOSPC, errno.EMFILE, errno.ENFILE)
+_CLEAN_LOOK_S = 0.02
+
+
+class NamespaceProvider:
+    """Runs sandboxes of this machine. Use it as an asynchronous context manager, or call `close`.
+
+    Args:
+        settings: how.
+    """
+
+    def __init__(self, settings: NamespaceSettings | None = None) -> None:
+        self._settings = NamespaceSettings() if settings is None else settings
+        self.records = DiskRecords(self._settings.records_directory())
+        self._hierarchies = cgroups.discover()
+        self._alive: dict[str, NamespaceSandbox] = {}
+        self._ends: OrderedDict[str, SandboxStatus] = OrderedDict()
+        self._zygote: ZygoteLink | None = None
+        self._starting: asyncio.Future[ZygoteLink] | None = None
+        self._cleaning: set[asyncio.Future[None]] = set()
+        self._closed = False
+        self._owner = _own_mark()
+
+    async def __aenter__(self) -> NamespaceProvider:
+        """Sweep what killed owners left, and start the zygote."""
+        await asyncio.get_running_loop().run_in_executor(None, sweep, self.records)
+        await self._running_zygote()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close."""
+        await self.close()
+
+    # -- the protocol ------------------------------------------------------------------------------------------------
+
+    async def capabilities(self) -> Capabilities:
+        """Return what this backend can do on this machine."""
+        return Capabilities(
+            pause=any(one.version == 2 for one in self._hierarchies),
+            extend_ttl=True,
+            labels=True,
+            idempotent_create=True,
+            batch_status=True,
+            fast_python=True,
+            users=self._settings.effective_id_base() is not None,
+        )
+
+    async def prepare(self, image: Image) -> None:
+        """Check that an image can be used; directories need nothing else."""
+        _check_image(image)
+
+    async def create(
+        self, spec: SandboxSpec, *, id: str, labels: Mapping[str, str] | None = None, lease: Lease
+    ) -> NamespaceSandbox:
+        """Start a sandbox and wait until it answers."""
+        check_id(id)
+        if (known_one := self._alive.get(id)) is not None:
+            return await self._same(known_one, spec)
+        if id in self._ends:
+            raise SandboxIdInUse(f"sandbox {id} has ended; an id names one sandbox for good, so choose another")
+        _check_spec(spec)
+        zygote = await self._running_zygote()
+        if id in self._alive:
+            return await self._same(self._alive[id], spec)
+        sandbox = self._register(spec, sandbox_id=id, labels=labels or {}, lease=lease, helper=zygote.mark)
+        try:
+            async with asyncio.timeout(self._settings.start_s):
+                return await self._start(sandbox, zygote)
+        except TimeoutError:
+            await self._put_down(sandbox)
+            raise SandboxRetryable(
+                f"sandbox {id} did not answer within {self._settings.start_s:g} s and was removed. The machine is overloaded: "
+                "start fewer at a time.",
+                after_s=_RETRY_AFTER_S,
+            ) from None
+        except SetupFailed as error:
+            await self._put_down(sandbox)
+            raise self._explain(error, sandbox) from error
+        except BaseException:
+            # Cancelled, refused or dead at birth: nothing of it may stay, and the order needs nobody who waits for it.
+            sandbox.order_end(DeathReason.START_FAILED)
+            raise
+
+    async def attach(self, id: str) -> NamespaceSandbox:
+        """Return a sandbox that lives and is this provider's."""
+        if (sandbox := self._alive.get(id)) is not None:
+            return sandbox
+        if (ended := self._ends.get(id)) is not None and ended.death is not None:
+            raise dead_error(id, ended.death)
+        raise SandboxDead(
+            f"sandbox {id} is not known to this provider: another process's, or never made",
+            reason=DeathReason.PROVIDER_LOST.value,
+            fault="infrastructure",
+        )
+
+    async def list(
+        self, *, labels: Mapping[str, str] | None = None, state: SandboxState | None = None
+    ) -> tuple[SandboxStatus, ...]:
+        """Return those that live, and recent ends."""
+        wanted = dict(labels or {}).items()
+        found = (*self._ends.values(), *(one.status() for one in self._alive.values()))
+        return tuple(
+            one for one in found if wanted <= dict(one.labels).items() and (state is None or one.state is state)
+        )
+
+    async def status(self, ids: Sequence[str]) -> dict[str, SandboxStatus]:
+        """Return what is known; ids that are not known are left out."""
+        found: dict[str, SandboxStatus] = {}
+        for one in ids:
+            if one in self._alive:
+                found[one] = self._alive[one].status()
+            elif one in self._ends:
+                found[one] = self._ends[one]
+        return found
+
+    async def kill(self, ids: Sequence[str], *, reason: DeathReason = DeathReason.RELEASED) -> None:
+        """End these; one that is not known counts as ended."""
+        doomed = [self._alive[one] for one in ids if one in self._alive]
+        for one in doomed:
+            one.order_end(reason)
+        async with asyncio.TaskGroup() as group:
+            for one in doomed:
+                group.create_task(one.kill(reason))
+
+    async def close(self) -> None:
+        """End every sandbox, and the zygote."""
+        self._closed = True
+        try:
+            await self.kill(list(self._alive))
+        finally:
+            if self._zygote is not None:
+                await self._zygote.quit(limit_s=self._settings.end_s)
+            for sandbox in list(self._alive.values()):
+                self._forget(sandbox, reason=DeathReason.RELEASED, detail="its provider was closed")
+            if self._cleaning:
+                await asyncio.gather(*self._cleaning)
+
+    # -- creation ----------------------------------------------------------------------------------------------------
+
+    async def _same(self, sandbox: NamespaceSandbox, spec: SandboxSpec) -> NamespaceSandbox:
+        if sandbox.spec != spec:
+            raise SandboxIdInUse(f"sandbox {sandbox.id} lives and has another spec; choose another id, or end it first")
+        await asyncio.wait_for(asyncio.shield(sandbox.channel.ready), self._settings.start_s)
+        return sandbox
+
+    async def _running_zygote(self) -> ZygoteLink:
+        if self._closed:
+            raise SandboxError("this provider is closed; open another one")
+        if self._zygote is not None and self._zygote.alive:
+            return self._zygote
+        if self._starting is None:
+            self._starting = asyncio.ensure_future(self._start_zygote())
+            self._starting.add_done_callback(self._started_zygote)
+        return await asyncio.shield(self._starting)
+
+    async def _start_zygote(self) -> ZygoteLink:
+        link = ZygoteLink(python=self._settings.python, on_report=self._on_report, on_lost=self._on_lost)
+        await link.start()
+        self._zygote = link
+        return link
+
+    def _started_zygote(self, _: asyncio.Future[ZygoteLink]) -> None:
+        self._starting = None
+
+    def _register(
+        self,
+        spec: SandboxSpec,
+        *,
+        sandbox_id: str,
+        labels: Mapping[str, str],
+        lease: Lease,
+        helper: ProcessMark | None,
+    ) -> NamespaceSandbox:
+        """Write the record, then take the sandbox into the books."""
+        groups = Groups.planned(self._hierarchies, name=f"{self._owner.pid}-{sandbox_id}")
+        if self.records.read(sandbox_id) is not None:
+            raise SandboxIdInUse(f"a record of sandbox {sandbox_id} exists: another process's, or one to be swept")
+        self.records.write(
+            DiskRecord(
+                sandbox_id=sandbox_id,
+                backend=BACKEND,
+                owner=self._owner,
+                helper=helper,
+                groups=groups.directories,
+                labels=dict(labels),
+                created_wall_s=time.time(),
+            )
+        )
+        sandbox = NamespaceSandbox(
+            sandbox_id,
+            spec=spec,
+            labels=labels,
+            lease=lease,
+            groups=groups,
+            answer_s=self._settings.answer_s,
+            end_s=self._settings.end_s,
+            order_kill=self._order_kill,
+        )
+        self._alive[sandbox_id] = sandbox
+        return sandbox
+
+    async def _start(self, sandbox: NamespaceSandbox, zygote: ZygoteLink) -> NamespaceSandbox:
+        ours, theirs = _socketpair()
+        loop = asyncio.get_running_loop()
+        zygote.order(self._order(sandbox), descriptors=[theirs])
+        await loop.create_unix_connection(lambda: sandbox.channel, sock=ours)
+        sandbox.became_ready(await asyncio.shield(sandbox.channel.ready))
+        require(self._settings.minimum_isolation, known(sandbox.protections))
+        return sandbox
+
+    def _order(self, sandbox: NamespaceSandbox) -> dict[str, Any]:
+        limits = sandbox.spec.limits
+        image = sandbox.spec.image
+        id_base = self._settings.effective_id_base()
+        processes = limits.pids + 1  # its agent is one
+        plan = {
+            "name": "sandbox",
+            "lowers": list(image.layers) if isinstance(image, DirectoryImage) else [],
+            "expose": list(sandbox.spec.expose),
+            "all_users": id_base is not None,
+            "size_bytes": limits.disk_bytes,
+            "inodes": limits.inodes,
+            "seccomp": True,
+            "landlock": True,
+            "limits": {
+                "pids": processes,
+                "open_files": limits.open_files,
+                "disk_bytes": limits.disk_bytes,
+                "cpu_s": limits.cpu_s,
+                "memory_bytes": limits.memory_bytes,
+            },
+        }
+        caps = {"memory_bytes": limits.memory_bytes, "pids": processes, "cpus": limits.cpus}
+        return {
+            "op": "create",
+            "id": sandbox.id,
+            "id_base": id_base,
+            "groups": sandbox.groups.directories,
+            "caps": caps,
+            "record": os.fspath(self.records.path(sandbox.id)),
+            "plan": plan,
+        }
+
+    async def _put_down(self, sandbox: NamespaceSandbox) -> None:
+        """Remove what is left of a start that failed."""
+        try:
+            await asyncio.shield(asyncio.ensure_future(sandbox.kill(DeathReason.START_FAILED)))
+        except DeadlineExceeded:
+            return  # ordered; its record stays until the zygote has seen its end
+
+    def _explain(self, error: SetupFailed, sandbox: NamespaceSandbox) -> SandboxError | IsolationError:
+        what = f"sandbox {sandbox.id} could not be set up, at the step {error.step!r}: {error}"
+        if error.errno in _NO_ROOM:
+            return SandboxRetryable(
+                f"{what}. The machine, or this user's namespaces (user.max_*_namespaces), are used up, or limits are "
+                "too small for an empty sandbox.",
+                after_s=_RETRY_AFTER_S,
+            )
+        if error.errno in (errno.EPERM, errno.ENOSYS, errno.EACCES, errno.EINVAL):
+            advice = WORDS[Protection.NAMESPACES][1]
+            return IsolationError(
+                f"{what}. Nothing was started without it. {advice}; `rollmill sandbox doctor` says more."
+            )
+        return SandboxError(what)
+
+    # -- what the zygote says ----------------------------------------------------------------------------------------
+
+    def _order_kill(self, sandbox_id: str) -> None:
+        if self._zygote is not None:
+            self._zygote.order({"op": "kill", "id": sandbox_id})
+
+    def _on_report(self, report: dict[str, Any]) -> None:
+        sandbox = self._alive.get(report["id"])
+        if sandbox is None:
+            return  # ended for us already, when an older zygote was lost
+        if report["op"] == "started":
+            self._note_first_process(sandbox, report["pid"])
+        elif report["op"] == "refused":
+            failure = SetupFailed(report["message"], step="clone", errno=report["errno"])
+            if not sandbox.channel.ready.done():
+                sandbox.channel.ready.set_exception(failure)
+            self._forget(sandbox, reason=DeathReason.START_FAILED, detail=report["message"])
+        elif report["op"] == "gone":
+            self._on_gone(sandbox, report)
+
+    def _note_first_process(self, sandbox: NamespaceSandbox, pid: int) -> None:
+        record = self.records.read(sandbox.id)
+        mark = mark_of(pid)
+        if record is not None and mark is not None:
+            self.records.write(msgspec.structs.replace(record, first_process=mark))
+
+    def _on_gone(self, sandbox: NamespaceSandbox, report: dict[str, Any]) -> None:
+        end = explain_end(
+            ordered=sandbox.ordered,
+            exit_code=report["exit"],
+            usage=report["usage"],
+            by_operator=self.records.kill_noted(sandbox.id),
+            memory_bytes=sandbox.spec.limits.memory_bytes,
+        )
+        self._forget(sandbox, reason=end.reason, detail=end.detail)
+
+    def _forget(self, sandbox: NamespaceSandbox, *, reason: DeathReason, detail: str) -> None:
+        """Close the books of a sandbox of which nothing is left."""
+        self._alive.pop(sandbox.id, None)
+        self.records.remove(sandbox.id)
+        sandbox.ended(death(reason, detail=detail))
+        self._ends[sandbox.id] = sandbox.status()
+        while len(self._ends) > _REMEMBERED_ENDS:
+            self._ends.popitem(last=False)
+
+    def _on_lost(self, cause: str) -> None:
+        """With the zygote the kernel has killed every sandbox; what stays are groups, removed beside the loop."""
+        lost = list(self._alive.values())
+        records = [record for one in lost if (record := self.records.read(one.id)) is not None]
+        for sandbox in lost:
+            sandbox.ended(death(sandbox.ordered or DeathReason.PROVIDER_LOST, detail=cause))
+            self._alive.pop(sandbox.id, None)
+            self._ends[sandbox.id] = sandbox.status()
+        loop = asyncio.get_running_loop()
+        cleaning = loop.run_in_executor(None, _clean_up, self.records, records, self._settings.end_s)
+        self._cleaning.add(cleaning)
+        cleaning.add_done_callback(self._cleaning.discard)
+
+
+def _own_mark() -> ProcessMark:
+    mark = mark_of(os.getpid())
+    if mark is None:
+        raise SandboxError("/proc does not show this process; sandboxes need a mounted /proc")
+    return mark
+
+
+def _socketpair() -> tuple[socket.socket, socket.socket]:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    ours.setblocking(False)
+    return ours, theirs
+
+
+def _check_spec(spec: SandboxSpec) -> None:
+    _check_image(spec.image)
+    for path in spec.expose:
+        if not path.startswith("/") or not os.path.exists(path):
+            raise ImageError(f"{path!r} is to be shown in the sandbox and is no absolute path of something that exists")
+
+
+def _check_image(image: Image) -> None:
+    if not isinstance(image, DirectoryImage):
+        return
+    if not image.layers:
+        raise ImageError("an image of no directories is no image; give at least one")
+    for path in image.layers:
+        if not path.startswith("/") or not os.path.isdir(path):
+            raise ImageError(f"the layer {path!r} is no absolute path of a directory; was the image unpacked here?")
+
+
+def _clean_up(records: DiskRecords, left: Sequence[DiskRecord], limit_s: float) -> None:
+    """Remove the groups of sandboxes whose zygote was lost, then their records; a later sweep takes what stays."""
+    deadline = time.monotonic() + limit_s
+    for record in left:
+        groups = Groups(record.groups)
+        groups.kill()
+        while not groups.destroy() and time.monotonic() < deadline:
+            time.sleep(_CLEAN_LOOK_S)
+        if groups.destroy():
+            records.remove(record.sandbox_id)

@@ -1,0 +1,416 @@
+"""One namespace sandbox, as its owner holds it: calls to its agent, each with a deadline, and its end."""
+
+from __future__ import annotations
+
+import asyncio
+import signal as signals
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from typing import Any, TypeVar
+
+import msgspec
+
+from rollmill.errors import DeadlineExceeded, SandboxError, SandboxExhausted, SandboxFileError, SandboxUnsupported
+from rollmill.sandboxes.backends.namespaces.channel import AgentChannel, RunningJob
+from rollmill.sandboxes.guest.cgroups import Groups
+from rollmill.sandboxes.guest.frames import CHUNK_BYTES
+from rollmill.sandboxes.isolation import IsolationLevel, known, level_of
+from rollmill.sandboxes.lifecycle import dead_error
+from rollmill.sandboxes.protocol import DEFAULT_OUTPUT_CAP_BYTES, DEFAULT_READ_BYTES
+from rollmill.sandboxes.records import (
+    Death,
+    DeathReason,
+    ExecResult,
+    FileInfo,
+    Lease,
+    SandboxSpec,
+    SandboxState,
+    SandboxStatus,
+    Usage,
+)
+
+T = TypeVar("T")
+
+MOST_STDIN_BYTES = 12 * 1024 * 1024
+MOST_CODE_BYTES = 4 * 1024 * 1024
+_NEVER_S = 10 * 365 * 86400.0
+
+
+class NamespaceProcess:
+    """A program that runs in the background of a sandbox."""
+
+    def __init__(self, sandbox: NamespaceSandbox, job: RunningJob) -> None:
+        self._sandbox = sandbox
+        self._job = job
+
+    @property
+    def pid(self) -> int:
+        """Return its process id inside."""
+        return self._job.pid
+
+    async def output(self) -> AsyncIterator[tuple[str, bytes]]:
+        """Yield (`stdout` or `stderr`, bytes) as it writes, until its end or the end of its sandbox."""
+        while True:
+            while self._job.chunks:
+                stream, data = self._job.chunks.pop(0)
+                yield ("stdout" if stream == 1 else "stderr"), data
+            if self._job.ended.done():
+                return
+            self._job.news.clear()
+            await self._job.news.wait()
+
+    async def write_stdin(self, data: bytes) -> None:
+        """Give it input."""
+        for start in range(0, len(data), CHUNK_BYTES):
+            self._sandbox.channel.tell(self._job, {"op": "stdin"}, data[start : start + CHUNK_BYTES])
+
+    async def close_stdin(self) -> None:
+        """End its input."""
+        self._sandbox.channel.tell(self._job, {"op": "stdin", "end": True})
+
+    async def signal(self, number: int) -> None:
+        """Send a signal to its process group; SIGKILL reaches its descendants too."""
+        self._sandbox.channel.tell(self._job, {"op": "signal", "signal": int(number)})
+
+    async def wait(self) -> ExecResult:
+        """Wait for its end; its timeout, or the sandbox's wall limit, bounds the wait."""
+        return await asyncio.shield(self._job.ended)
+
+
+class NamespaceSandbox:
+    """One sandbox.
+
+    Args:
+        sandbox_id: its id.
+        spec: what it was made of.
+        labels: as given.
+        lease: the first one.
+        groups: its cgroups.
+        answer_s: how late its agent may be.
+        end_s: how long its end may take.
+        order_kill: asks the zygote to kill it.
+        put_lease: arms the timer of a lease.
+    """
+
+    def __init__(
+        self,
+        sandbox_id: str,
+        *,
+        spec: SandboxSpec,
+        labels: Mapping[str, str],
+        lease: Lease,
+        groups: Groups,
+        answer_s: float,
+        end_s: float,
+        order_kill: Callable[[str], None],
+    ) -> None:
+        self._id = sandbox_id
+        self.spec = spec
+        self.labels = dict(labels)
+        self._lease = lease
+        self.groups = groups
+        self._answer_s = answer_s
+        self._end_s = end_s
+        self._order_kill = order_kill
+        self._loop = asyncio.get_running_loop()
+        self._created_s = self._loop.time()
+        self._state = SandboxState.STARTING
+        self._death: Death | None = None
+        self.ordered: DeathReason | None = None
+        self.protections: tuple[str, ...] = ()
+        self.channel = AgentChannel(on_nonsense=lambda _: self.order_end(DeathReason.EXITED))
+        self.gone: asyncio.Future[Death] = self._loop.create_future()
+        self._lease_timer = self._loop.call_later(lease.ttl_s, self._lease_expired)
+        self._wall_timer = self._loop.call_later(spec.limits.wall_s, self.order_end, DeathReason.POLICY_WALL)
+
+    # -- its life ----------------------------------------------------------------------------------------------------
+
+    @property
+    def id(self) -> str:
+        """Return the id that its creator chose."""
+        return self._id
+
+    @property
+    def state(self) -> SandboxState:
+        """Return where it is in its life."""
+        if self._state is SandboxState.READY and self.channel.busy:
+            return SandboxState.BUSY
+        return self._state
+
+    @property
+    def death(self) -> Death | None:
+        """Return how it ended, `None` while it lives."""
+        return self._death
+
+    @property
+    def isolation(self) -> IsolationLevel:
+        """Return how far it is kept from its host."""
+        return level_of(known(self.protections))
+
+    def status(self) -> SandboxStatus:
+        """Return it as its provider's lists show it."""
+        now = self._loop.time()
+        return SandboxStatus(
+            sandbox_id=self._id,
+            state=self.state,
+            labels=self.labels,
+            lease=self._lease,
+            lease_left_s=max(0.0, self._lease_timer.when() - now),
+            protections=self.protections,
+            isolation=self.isolation.name.lower(),
+            death=self._death,
+            age_s=now - self._created_s,
+        )
+
+    def became_ready(self, protections: tuple[str, ...]) -> None:
+        """Note that its agent answers."""
+        self.protections = protections
+        if self._state is SandboxState.STARTING:
+            self._state = SandboxState.READY
+
+    def _lease_expired(self) -> None:
+        self.order_end(DeathReason.LEASE_EXPIRED)
+
+    def order_end(self, reason: DeathReason) -> None:
+        """Order its end without waiting; the first reason stands."""
+        if self._death is not None or self.ordered is not None:
+            return
+        self.ordered = reason
+        self._state = SandboxState.STOPPING
+        self._order_kill(self._id)
+
+    def ended(self, end: Death) -> None:
+        """Note that nothing of it is left, and tell everybody who waits."""
+        if self._death is not None:
+            return
+        self._death = end
+        self._state = SandboxState.LOST if end.reason is DeathReason.PROVIDER_LOST else SandboxState.DEAD
+        self._lease_timer.cancel()
+        self._wall_timer.cancel()
+        self.channel.fail_all(dead_error(self._id, end))
+        self.gone.set_result(end)
+
+    async def kill(self, reason: DeathReason = DeathReason.RELEASED) -> Death:
+        """End it, and wait until nothing of it is left.
+
+        Raises:
+            DeadlineExceeded: if the kernel takes longer than `end_s`; the order stands, and the zygote goes on waiting.
+        """
+        self.order_end(reason)
+        try:
+            return await asyncio.wait_for(asyncio.shield(self.gone), self._end_s)
+        except TimeoutError:
+            raise DeadlineExceeded(
+                f"sandbox {self._id} was killed and is not gone after {self._end_s:g} s; the kernel still releases what it "
+                "held, many files or much memory. It goes on; lower limits.inodes if this happens often."
+            ) from None
+
+    async def renew(self, lease: Lease) -> None:
+        """Renew the lease: its `ttl_s` counts from now."""
+        self._check_alive()
+        self._lease = lease
+        self._lease_timer.cancel()
+        self._lease_timer = self._loop.call_later(lease.ttl_s, self._lease_expired)
+
+    async def pause(self) -> None:
+        """Stop every process at once; memory stays taken.
+
+        Raises:
+            SandboxUnsupported: without a cgroup v2 hierarchy that this user may write to.
+        """
+        self._check_alive()
+        if self._state is SandboxState.READY:
+            self._freeze(True)
+            self._state = SandboxState.PAUSED
+
+    async def resume(self) -> None:
+        """Let every process go on."""
+        self._check_alive()
+        if self._state is SandboxState.PAUSED:
+            self._freeze(False)
+            self._state = SandboxState.READY
+
+    def _freeze(self, frozen: bool) -> None:
+        if not self.groups.freeze(frozen):
+            raise SandboxUnsupported(
+                "a sandbox can be paused only where a cgroup v2 hierarchy may be written to; see `rollmill sandbox doctor`",
+                capability="pause",
+            )
+
+    def _check_alive(self) -> None:
+        if self._death is not None:
+            raise dead_error(self._id, self._death)
+
+    def _check_running(self) -> None:
+        self._check_alive()
+        if self._state is SandboxState.PAUSED:
+            raise SandboxError(f"sandbox {self._id} is paused and answers nothing; resume it first")
+
+    # -- programs ----------------------------------------------------------------------------------------------------
+
+    async def exec(
+        self,
+        argv: Sequence[str],
+        *,
+        cwd: str | None = None,
+        env: Mapping[str, str] | None = None,
+        user: str | None = None,
+        timeout_s: float | None = None,
+        stdin: bytes = b"",
+        output_cap_bytes: int = DEFAULT_OUTPUT_CAP_BYTES,
+    ) -> ExecResult:
+        """Run a program to its end."""
+        timeout_s = self.spec.limits.exec_s if timeout_s is None else timeout_s
+        head = self._head("exec", argv, cwd=cwd, env=env, user=user, timeout_s=timeout_s, cap=output_cap_bytes)
+        return await self._run(head, _bounded(stdin, MOST_STDIN_BYTES, "stdin"), timeout_s=timeout_s)
+
+    async def start_process(
+        self,
+        argv: Sequence[str],
+        *,
+        cwd: str | None = None,
+        env: Mapping[str, str] | None = None,
+        user: str | None = None,
+        timeout_s: float | None = None,
+        output_cap_bytes: int = DEFAULT_OUTPUT_CAP_BYTES,
+    ) -> NamespaceProcess:
+        """Start a program and let it run."""
+        self._check_running()
+        head = self._head("exec", argv, cwd=cwd, env=env, user=user, timeout_s=timeout_s, cap=output_cap_bytes)
+        job = self.channel.begin({**head, "stdin_open": True})
+        await self._answered(asyncio.shield(job.started))
+        return NamespaceProcess(self, job)
+
+    async def run_python(
+        self,
+        code: str,
+        *,
+        args: Sequence[str] = (),
+        cwd: str | None = None,
+        env: Mapping[str, str] | None = None,
+        user: str | None = None,
+        timeout_s: float | None = None,
+        stdin: bytes = b"",
+        output_cap_bytes: int = DEFAULT_OUTPUT_CAP_BYTES,
+    ) -> ExecResult:
+        """Run a piece of Python in a fork of a warm interpreter inside, each time a fresh one."""
+        timeout_s = self.spec.limits.exec_s if timeout_s is None else timeout_s
+        argv = ["-c", *args]
+        head = self._head("python", argv, cwd=cwd, env=env, user=user, timeout_s=timeout_s, cap=output_cap_bytes)
+        source = _bounded(code.encode(), MOST_CODE_BYTES, "code")
+        payload = source + _bounded(stdin, MOST_STDIN_BYTES, "stdin")
+        return await self._run({**head, "code_bytes": len(source)}, payload, timeout_s=timeout_s)
+
+    def _head(
+        self,
+        op: str,
+        argv: Sequence[str],
+        *,
+        cwd: str | None,
+        env: Mapping[str, str] | None,
+        user: str | None,
+        timeout_s: float | None,
+        cap: int,
+    ) -> dict[str, Any]:
+        if isinstance(argv, str) or not argv:
+            raise SandboxError(
+                f"argv must be a list with the program first, got {argv!r}; for a shell: ['sh', '-c', line]"
+            )
+        return {
+            "op": op,
+            "argv": list(argv),
+            "cwd": cwd,
+            "env": dict(env or {}),
+            "user": user,
+            "timeout_s": timeout_s,
+            "cap": cap,
+            "hard_cap": self.spec.limits.output_bytes,
+        }
+
+    async def _run(self, head: dict[str, Any], payload: bytes, *, timeout_s: float) -> ExecResult:
+        self._check_running()
+        job = self.channel.begin(head, payload)
+        try:
+            return await self._answered(asyncio.shield(job.ended), also_s=timeout_s)
+        except asyncio.CancelledError:
+            self.channel.tell(job, {"op": "signal", "signal": int(signals.SIGKILL)})
+            raise
+
+    async def _answered(self, answer: Coroutine[Any, Any, T] | asyncio.Future[T], *, also_s: float = 0.0) -> T:
+        """Wait for the agent; one that does not answer is given up, and its sandbox with it."""
+        limit_s = min(also_s + self._answer_s, _NEVER_S)
+        try:
+            return await asyncio.wait_for(answer, limit_s)
+        except TimeoutError:
+            self.order_end(DeathReason.EXITED)
+            raise DeadlineExceeded(
+                f"the agent of sandbox {self._id} did not answer within {limit_s:g} s, and the sandbox is ended. Its processor "
+                "share may be too small for what runs in it (limits.cpus), or the machine is overloaded."
+            ) from None
+
+    # -- files -------------------------------------------------------------------------------------------------------
+
+    async def read(self, path: str, *, max_bytes: int = DEFAULT_READ_BYTES) -> bytes:
+        """Return a file's content."""
+        _check_path(path)
+        self._check_running()
+        found = bytearray()
+        while True:
+            # One byte beyond tells a file that is too large, also one whose size reads as 0, as in /proc.
+            length = min(CHUNK_BYTES, max_bytes + 1 - len(found))
+            head = {"op": "read", "path": path, "offset": len(found), "length": length}
+            message, data = await self._answered(self.channel.ask(head))
+            found += data
+            if len(found) > max_bytes:
+                raise SandboxFileError(
+                    f"{path} holds more than {max_bytes} bytes (size {message.size}); read a part of it inside, or raise max_bytes"
+                )
+            if not data:
+                return bytes(found)
+
+    async def write(self, path: str, data: bytes, *, mode: int = 0o644, user: str | None = None) -> None:
+        """Write a file, and make the directories above it."""
+        _check_path(path)
+        self._check_running()
+        view = memoryview(data)
+        for start in range(0, max(1, len(data)), CHUNK_BYTES):
+            head = {"op": "write", "path": path, "offset": start, "mode": mode, "user": user}
+            await self._answered(self.channel.ask(head, view[start : start + CHUNK_BYTES]))
+
+    async def list_dir(self, path: str) -> tuple[FileInfo, ...]:
+        """Return a directory's entries by name, 10,000 at most."""
+        _check_path(path)
+        self._check_running()
+        message, data = await self._answered(self.channel.ask({"op": "list", "path": path}))
+        entries = msgspec.json.decode(data, type=tuple[FileInfo, ...])
+        if message.truncated:
+            raise SandboxExhausted(f"{path} has more than {len(entries)} entries; list it inside, in parts")
+        return entries
+
+    async def usage(self) -> Usage:
+        """Return what it uses now; a paused one shows what its cgroups count."""
+        self._check_alive()
+        counts = self.groups.usage()
+        cpu_us = counts.get("cpu_us")
+        found = Usage(
+            processes=counts.get("pids"),
+            memory_bytes=counts.get("memory_bytes"),
+            peak_memory_bytes=counts.get("peak_memory_bytes"),
+            cpu_s=None if cpu_us is None else cpu_us / 1e6,
+            oom_kills=counts.get("oom_kills"),
+        )
+        if self._state is SandboxState.PAUSED:
+            return found
+        inside, _ = await self._answered(self.channel.ask({"op": "usage"}))
+        processes = inside.processes if found.processes is None else found.processes
+        return msgspec.structs.replace(found, disk_bytes=inside.disk_bytes, inodes=inside.inodes, processes=processes)
+
+
+def _check_path(path: str) -> None:
+    if not path.startswith("/") or "\0" in path:
+        raise SandboxFileError(f"{path!r} is no absolute path inside the sandbox")
+
+
+def _bounded(data: bytes, most: int, name: str) -> bytes:
+    if len(data) > most:
+        raise SandboxError(f"{name} has {len(data)} bytes, {most} at most; write a file first, or stream to a process")
+    return data

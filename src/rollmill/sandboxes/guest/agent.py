@@ -1,0 +1,345 @@
+"""The agent: first process of every sandbox. It runs programs, keeps files, and reaps what is left alone.
+
+Single-threaded, one poll. It has lost every privilege before it reads its first request, and it is not to be killed,
+traced or read from inside: the kernel shields the first process of a namespace from signals, and it is not dumpable.
+
+    what the loop waits for
+    the owner's socket    a request, room for more output, or its end (then the agent ends, and with it the sandbox)
+    a pipe of a job       output to pass on, room for stdin
+    a child's end         SIGCHLD, by the wake-up pipe
+    the next deadline     of the job that is due first
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import select
+import signal
+import socket
+import time
+from collections.abc import Callable
+from typing import Any
+
+from rollmill.sandboxes.guest import files, jobs
+from rollmill.sandboxes.guest.frames import CHUNK_BYTES, BadFrame, Parser, encode
+from rollmill.sandboxes.guest.jobs import Job, User, UserUnknown
+from rollmill.sandboxes.guest.warm import WarmPython
+
+# Beyond this the pipes of jobs are left alone until the owner has read: a flood stops at its source.
+_FULL_BYTES, _ROOM_BYTES = 2 * 1024 * 1024, 512 * 1024
+_EXHAUSTED = (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+class Agent:
+    """Serves one owner over one socket.
+
+    Args:
+        connection: to the owner, not blocking.
+        all_users: whether the sandbox has users beside root.
+        limits: `cpu_s` and `process_memory_bytes` of each process.
+    """
+
+    def __init__(self, connection: socket.socket, *, all_users: bool, limits: dict[str, Any]) -> None:
+        self._connection = connection
+        self._all_users = all_users
+        self._limits = limits
+        self._parser = Parser()
+        self._out = bytearray()
+        self._handlers: dict[int, Callable[[int], None]] = {}
+        self._poll = select.poll()
+        self._jobs: dict[int, Job] = {}
+        self._by_pid: dict[int, Job] = {}
+        self._warm: dict[str, WarmPython] = {}
+        self._full = False
+        self._woken, wake = os.pipe()
+        for one in (self._woken, wake):
+            os.set_blocking(one, False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+
+    def serve(self, protections: list[str]) -> None:
+        """Say what protects the host, then serve until the owner closes; never returns."""
+        self._watch(self._connection.fileno(), select.POLLIN, self._on_connection)
+        self._watch(self._woken, select.POLLIN, self._on_child)
+        self._send({"op": "ready", "protections": protections})
+        while True:
+            try:
+                self._turn()
+            except MemoryError:
+                continue  # the job that asked gets no answer and ends at its deadline; the sandbox lives on
+
+    def _turn(self) -> None:
+        due = [job.deadline for job in self._jobs.values() if job.deadline is not None and not job.killed_by]
+        wait_ms = max(0.0, min(due) - time.monotonic()) * 1000 + 1 if due else None
+        for descriptor, events in self._poll.poll(wait_ms):
+            if handler := self._handlers.get(descriptor):
+                handler(events)
+        now = time.monotonic()
+        for job in list(self._jobs.values()):
+            if job.deadline is not None and now >= job.deadline and not job.killed_by:
+                job.kill("timeout")
+        self._balance()
+
+    def _watch(self, descriptor: int, events: int, handler: Callable[[int], None]) -> None:
+        self._handlers[descriptor] = handler
+        self._poll.register(descriptor, events)
+
+    def _forget(self, descriptor: int) -> None:
+        if self._handlers.pop(descriptor, None) is not None:
+            self._poll.unregister(descriptor)
+
+    # -- the owner ---------------------------------------------------------------------------------------------------
+
+    def _send(self, head: dict[str, Any], payload: bytes = b"") -> None:
+        self._out += encode(head, payload)
+        self._flush()
+
+    def _flush(self) -> None:
+        try:
+            while self._out:
+                del self._out[: self._connection.send(self._out[:CHUNK_BYTES])]
+        except BlockingIOError:
+            pass
+        except OSError:
+            os._exit(0)  # the owner is gone
+        self._poll.modify(self._connection.fileno(), select.POLLIN | (select.POLLOUT if self._out else 0))
+
+    def _on_connection(self, events: int) -> None:
+        if events & select.POLLOUT:
+            self._flush()
+        if not events & ~select.POLLOUT:
+            return
+        try:
+            data = self._connection.recv(CHUNK_BYTES)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if not data:
+            os._exit(0)  # the owner closed: the kernel ends everything in here with this process
+        try:
+            for head, payload in self._parser.feed(data):
+                self._serve(head, payload)
+        except BadFrame:
+            os._exit(2)
+
+    def _serve(self, head: dict[str, Any], payload: bytes) -> None:
+        number = head.get("n", 0)
+        try:
+            self._requests[head["op"]](self, head, payload)
+        except UserUnknown as error:
+            self._refuse(number, "unknown_user", str(error))
+        except files.NotAFile as error:
+            self._refuse(number, "not_a_file", str(error))
+        except OSError as error:
+            kind = {errno.ENOENT: "missing", errno.ENOTDIR: "missing"}.get(error.errno or 0, "refused")
+            self._refuse(number, "exhausted" if error.errno in _EXHAUSTED else kind, str(error))
+        except (KeyError, TypeError, ValueError, UnicodeError) as error:
+            self._refuse(number, "bad_request", f"{type(error).__name__}: {error}")
+
+    def _refuse(self, number: int, kind: str, message: str) -> None:
+        self._send({"n": number, "op": "error", "kind": kind, "message": message})
+
+    def _user(self, head: dict[str, Any]) -> User:
+        user = jobs.find_user(head.get("user") or "root")
+        if (user.uid or user.gid) and not self._all_users:
+            raise UserUnknown(f"this sandbox has one user, root; {user.name!r} needs a range of user ids on the host")
+        return user
+
+    # -- files -------------------------------------------------------------------------------------------------------
+
+    def _read(self, head: dict[str, Any], _: bytes) -> None:
+        data, size = files.read(head["path"], offset=head["offset"], length=min(head["length"], CHUNK_BYTES))
+        self._send({"n": head["n"], "op": "data", "size": size}, data)
+
+    def _write(self, head: dict[str, Any], payload: bytes) -> None:
+        files.write(head["path"], payload, offset=head["offset"], mode=head["mode"], owner=self._user(head))
+        self._send({"n": head["n"], "op": "done"})
+
+    def _list(self, head: dict[str, Any], _: bytes) -> None:
+        entries, truncated = files.list_dir(head["path"])
+        self._send({"n": head["n"], "op": "data", "truncated": truncated}, json.dumps(entries).encode())
+
+    def _usage(self, head: dict[str, Any], _: bytes) -> None:
+        # The image's overlay and /dev/shm lie on one file system, which holds all that the sandbox wrote.
+        found = os.statvfs("/dev/shm")
+        used = (found.f_blocks - found.f_bfree) * found.f_frsize
+        processes = sum(name.isdigit() for name in os.listdir("/proc"))
+        counts = {"disk_bytes": used, "inodes": found.f_files - found.f_ffree, "processes": processes}
+        self._send({"n": head["n"], "op": "data", **counts})
+
+    # -- processes ---------------------------------------------------------------------------------------------------
+
+    def _exec(self, head: dict[str, Any], payload: bytes) -> None:
+        user = self._user(head)
+        job = Job(head["n"], head, stdin=payload)
+        stdio = job.open_pipes()
+        try:
+            job.pid = jobs.spawn(
+                head["argv"],
+                stdio=stdio,
+                env=jobs.environment(head["env"], user),
+                cwd=head.get("cwd") or _home(user),
+                user=user,
+                cpu_s=self._limits["cpu_s"],
+                memory_bytes=self._limits["process_memory_bytes"],
+            )
+        except OSError:
+            job.close()
+            raise
+        finally:
+            for one in stdio:
+                os.close(one)
+        self._by_pid[job.pid] = job
+        self._begin(job)
+
+    def _python(self, head: dict[str, Any], payload: bytes) -> None:
+        user = self._user(head)
+        env = jobs.environment(head["env"], user)
+        key = f"{user.uid}:{env['PATH']}"
+        if key not in self._warm:
+            warm = WarmPython.start(user, env, limits=self._limits)
+            self._warm[key] = warm
+            self._watch(warm.fileno(), select.POLLIN, lambda _: self._on_warm(key))
+        code, stdin = payload[: head["code_bytes"]], payload[head["code_bytes"] :]
+        job = Job(head["n"], head, stdin=stdin)
+        stdio = job.open_pipes()
+        try:
+            self._warm[key].run(
+                job, code=code, stdio=stdio, env=env, cwd=head.get("cwd") or _home(user), argv=head["argv"]
+            )
+        except OSError:
+            job.close()
+            raise
+        finally:
+            for one in stdio:
+                os.close(one)
+        self._begin(job)
+
+    def _begin(self, job: Job) -> None:
+        self._jobs[job.number] = job
+        self._send({"n": job.number, "op": "started", "pid": job.pid})
+        if not self._full:
+            self._watch_outputs(job)
+        if job.feed():
+            self._watch(job.stdin_fd, select.POLLOUT if job.stdin else 0, lambda events: self._on_stdin(job, events))
+        else:
+            self._close_stdin(job)
+
+    def _on_stdin(self, job: Job, events: int = 0) -> None:
+        if events & (select.POLLERR | select.POLLHUP) or not job.feed():  # nobody reads there any more, or all is said
+            self._close_stdin(job)
+        elif job.stdin_fd in self._handlers:
+            self._poll.modify(job.stdin_fd, select.POLLOUT if job.stdin else 0)
+
+    def _close_stdin(self, job: Job) -> None:
+        if job.stdin_fd >= 0:
+            self._forget(job.stdin_fd)
+            os.close(job.stdin_fd)
+            job.stdin_fd = -1
+
+    def _stdin(self, head: dict[str, Any], payload: bytes) -> None:
+        if (job := self._jobs.get(head["n"])) is not None and job.stdin_fd >= 0:
+            job.stdin += payload
+            job.stdin_open = job.stdin_open and not head.get("end")
+            self._on_stdin(job)
+
+    def _signal(self, head: dict[str, Any], _: bytes) -> None:
+        job = self._jobs.get(head["n"])
+        if job is None or not job.pid or job.exit_code is not None:
+            return
+        if head["signal"] == signal.SIGKILL:
+            job.kill("owner")
+        else:
+            try:
+                os.kill(-job.pid, head["signal"])
+            except ProcessLookupError:
+                return  # ended meanwhile; its report is on the way
+
+    def _watch_outputs(self, job: Job) -> None:
+        for descriptor in job.outputs:
+            if descriptor not in self._handlers:
+                self._watch(descriptor, select.POLLIN, lambda _, fd=descriptor: self._on_output(job, fd))
+
+    def _on_output(self, job: Job, descriptor: int) -> bool:
+        """Pass on one read; `False` when there is nothing more now."""
+        stream = job.outputs[descriptor]
+        before = job.produced[stream]
+        data, goes_on = job.read(descriptor)
+        if data:
+            self._send({"n": job.number, "op": "out", "stream": stream}, data)
+        if not goes_on:
+            self._forget(descriptor)
+            os.close(descriptor)
+            del job.outputs[descriptor]
+        return goes_on and job.produced[stream] > before
+
+    def _on_child(self, _: int) -> None:
+        try:
+            os.read(self._woken, 4096)
+        except BlockingIOError:
+            pass
+        while True:
+            try:
+                pid, status, used = os.wait4(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            if (job := self._by_pid.pop(pid, None)) is not None:
+                job.ended(status, cpu_s=used.ru_utime + used.ru_stime, memory_bytes=used.ru_maxrss * 1024)
+                self._finish(job)
+
+    def _on_warm(self, key: str) -> None:
+        warm = self._warm[key]
+        ended, alive = warm.take()
+        for job in ended:
+            self._finish(job)
+        if not alive:
+            self._forget(warm.fileno())
+            del self._warm[key]
+            for job in warm.close():
+                job.close()
+                self._jobs.pop(job.number, None)
+                self._refuse(job.number, "no_python", "the sandbox's python3 is missing, or its fork-server was ended")
+
+    def _finish(self, job: Job) -> None:
+        """Drain what the process left in its pipes, then report; a flood is bounded by the hard cap."""
+        for descriptor in list(job.outputs):
+            budget = 64
+            while budget and self._on_output(job, descriptor):
+                budget -= 1
+            self._forget(descriptor)
+        self._close_stdin(job)
+        job.close()
+        self._jobs.pop(job.number, None)
+        self._send(job.report())
+
+    def _balance(self) -> None:
+        """Stop reading jobs while the owner lags, and begin again when it has caught up."""
+        if not self._full and len(self._out) > _FULL_BYTES:
+            self._full = True
+            for job in self._jobs.values():
+                for descriptor in job.outputs:
+                    self._forget(descriptor)
+        elif self._full and len(self._out) < _ROOM_BYTES:
+            self._full = False
+            for job in self._jobs.values():
+                self._watch_outputs(job)
+
+    _requests: dict[str, Callable[[Agent, dict[str, Any], bytes], None]] = {  # noqa: RUF012
+        "read": _read,
+        "write": _write,
+        "list": _list,
+        "usage": _usage,
+        "exec": _exec,
+        "python": _python,
+        "stdin": _stdin,
+        "signal": _signal,
+    }
+
+
+def _home(user: User) -> str:
+    return user.home if os.path.isdir(user.home) else "/"

@@ -1,0 +1,96 @@
+"""File calls of the agent. Paths are the sandbox's own: whatever links they follow, they end inside it.
+
+Nothing here may block the agent: files are opened without waiting, and what is neither file nor directory is refused.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from typing import Any
+
+from rollmill.sandboxes.guest.jobs import User
+
+MOST_ENTRIES = 10_000
+_KINDS = ((stat.S_ISREG, "file"), (stat.S_ISDIR, "directory"), (stat.S_ISLNK, "link"))
+
+
+class NotAFile(OSError):
+    """The path is a pipe, a socket, a device or a directory."""
+
+
+def read(path: str, *, offset: int, length: int) -> tuple[bytes, int]:
+    """Return one piece of a file and the file's size."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
+    try:
+        found = _regular(descriptor, path)
+        return os.pread(descriptor, length, offset), found.st_size
+    finally:
+        os.close(descriptor)
+
+
+def write(path: str, data: bytes, *, offset: int, mode: int, owner: User) -> None:
+    """Write one piece of a file; the first one, at offset 0, makes the file and the directories above, or empties it."""
+    first = offset == 0
+    if first:
+        _make_parents(os.path.dirname(path), owner)
+    # An old file is emptied only when it is known to be one.
+    flags = os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
+    descriptor = os.open(path, flags | (os.O_CREAT if first else 0), mode)
+    try:
+        _regular(descriptor, path)
+        if first:
+            os.ftruncate(descriptor, 0)
+            os.fchmod(descriptor, mode)
+            if owner.uid or owner.gid:
+                os.fchown(descriptor, owner.uid, owner.gid)
+        view = memoryview(data)
+        while view:
+            count = os.pwrite(descriptor, view, offset)
+            view, offset = view[count:], offset + count
+    finally:
+        os.close(descriptor)
+
+
+def _regular(descriptor: int, path: str) -> os.stat_result:
+    found = os.fstat(descriptor)
+    if not stat.S_ISREG(found.st_mode):
+        raise NotAFile(f"{path} is not a regular file")
+    return found
+
+
+def _make_parents(directory: str, owner: User) -> None:
+    missing = []
+    while directory and not os.path.lexists(directory):
+        missing.append(directory)
+        directory = os.path.dirname(directory)
+    for one in reversed(missing):
+        os.mkdir(one)
+        if owner.uid or owner.gid:
+            os.chown(one, owner.uid, owner.gid)
+
+
+def list_dir(path: str) -> tuple[list[dict[str, Any]], bool]:
+    """Return the entries of a directory by name, and whether some were left out."""
+    entries: list[dict[str, Any]] = []
+    with os.scandir(path) as found:
+        for entry in found:
+            if len(entries) == MOST_ENTRIES:
+                return sorted(entries, key=_name), True
+            try:
+                entries.append(_describe(entry.name, entry.stat(follow_symlinks=False)))
+            except FileNotFoundError:
+                continue  # removed meanwhile
+    return sorted(entries, key=_name), False
+
+
+def _name(entry: dict[str, Any]) -> str:
+    return entry["name"]
+
+
+def _describe(name: str, found: os.stat_result) -> dict[str, Any]:
+    kind = next((word for test, word in _KINDS if test(found.st_mode)), "other")
+    # A name need not be text: what does not decode is shown with replacement marks.
+    shown = name.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+    return {"name": shown, "kind": kind, "size_bytes": found.st_size, "mode": stat.S_IMODE(found.st_mode),
+            "modified_s": found.st_mtime}  # fmt: skip

@@ -1,0 +1,234 @@
+"""The system calls that Python does not offer, by ctypes: mounts, clone, capabilities, prctl.
+
+Decides nothing. Every function raises `OSError` that names the call. The C library is called with the interpreter's lock
+held (`PyDLL`), since everything here runs in single-threaded processes and `clone` must not give the lock away.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import struct
+
+CLONE_NEWNS = 0x00020000
+CLONE_NEWCGROUP = 0x02000000
+CLONE_NEWUTS = 0x04000000
+CLONE_NEWIPC = 0x08000000
+CLONE_NEWUSER = 0x10000000
+CLONE_NEWPID = 0x20000000
+CLONE_NEWNET = 0x40000000
+CLONE_NEWTIME = 0x00000080
+ALL_NAMESPACES = (
+    CLONE_NEWNS
+    | CLONE_NEWCGROUP
+    | CLONE_NEWUTS
+    | CLONE_NEWIPC
+    | CLONE_NEWUSER
+    | CLONE_NEWPID
+    | CLONE_NEWNET
+    | CLONE_NEWTIME
+)
+SIGCHLD = 17
+
+MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_BIND, MS_REC, MS_PRIVATE = 1, 2, 4, 8, 4096, 16384, 1 << 18
+MOUNT_ATTR_RDONLY, MOUNT_ATTR_NOSUID, MOUNT_ATTR_NODEV, MOUNT_ATTR_NOEXEC, MOUNT_ATTR_IDMAP = 1, 2, 4, 8, 0x00100000
+MNT_DETACH = 2
+
+_AT_FDCWD = -100
+_AT_EMPTY_PATH = 0x1000
+_AT_RECURSIVE = 0x8000
+_OPEN_TREE_CLONE = 1
+_MOVE_MOUNT_F_EMPTY_PATH = 4
+
+_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_SECCOMP, _PR_CAPBSET_DROP = 1, 4, 22, 24
+_PR_SET_NAME, _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS, _PR_CAP_AMBIENT = 15, 36, 38, 47
+_PR_CAP_AMBIENT_CLEAR_ALL = 4
+
+_libc = ctypes.PyDLL(None, use_errno=True)
+_libc.syscall.restype = ctypes.c_long
+
+# Calls of 2019 and later have one number on every architecture; the older ones do not.
+_OLD_CALLS = {
+    "x86_64": {"clone": 56, "pivot_root": 155, "capset": 126},
+    "aarch64": {"clone": 220, "pivot_root": 41, "capset": 91},
+}
+_NEW_CALLS = {
+    "open_tree": 428,
+    "move_mount": 429,
+    "close_range": 436,
+    "mount_setattr": 442,
+    "landlock_create_ruleset": 444,
+    "landlock_add_rule": 445,
+    "landlock_restrict_self": 446,
+}
+
+
+def machine() -> str:
+    """Return the architecture's name, such as `x86_64`."""
+    return platform.machine()
+
+
+def syscall(name: str, *arguments: int | bytes | None) -> int:
+    """Make a system call by name.
+
+    Raises:
+        OSError: if the kernel refuses it, or if this architecture's numbers are not known here.
+    """
+    number = _NEW_CALLS.get(name) or _OLD_CALLS.get(machine(), {}).get(name)
+    if number is None:
+        raise OSError(38, f"the number of {name} on {machine()} is not known; sandboxes run on x86_64 and aarch64")
+    converted = [ctypes.c_long(one) if isinstance(one, int) else ctypes.c_char_p(one) for one in arguments]
+    result = _libc.syscall(ctypes.c_long(number), *converted)
+    if result < 0:
+        raise _error(name)
+    return result
+
+
+def _error(what: str) -> OSError:
+    number = ctypes.get_errno()
+    return OSError(number, f"{what}: {os.strerror(number)}")
+
+
+def _check(result: int, what: str) -> None:
+    if result != 0:
+        raise _error(what)
+
+
+def _prctl(option: int, *arguments: int) -> None:
+    padded = [ctypes.c_ulong(one) for one in (*arguments, 0, 0, 0, 0)[:4]]
+    _check(_libc.prctl(option, *padded), f"prctl({option})")
+
+
+def clone(flags: int) -> int:
+    """Fork into new namespaces: 0 in the child, its process id in the parent.
+
+    `os.fork` takes no flags, and `unshare` leaves the caller itself outside a new process namespace. Python's own hooks
+    around a fork are called as `os.fork` calls them.
+    """
+    api = ctypes.pythonapi
+    api.PyOS_BeforeFork()
+    # One clone with all namespaces at once: the others then belong to the new user namespace.
+    number = _OLD_CALLS.get(machine(), {}).get("clone", -1)
+    pid = _libc.syscall(ctypes.c_long(number), ctypes.c_ulong(flags | SIGCHLD), None, None, None, None)
+    number_of_error = ctypes.get_errno()
+    if pid == 0:
+        api.PyOS_AfterFork_Child()
+        return 0
+    api.PyOS_AfterFork_Parent()
+    if pid < 0:
+        raise OSError(number_of_error, f"clone: {os.strerror(number_of_error)}")
+    return pid
+
+
+def mount(source: str, target: str, *, kind: str | None = None, flags: int = 0, data: str | None = None) -> None:
+    """Mount a file system, or bind one directory to another place."""
+    encoded = [None if one is None else os.fsencode(one) for one in (source, target, kind)]
+    _check(
+        _libc.mount(*encoded, ctypes.c_ulong(flags), None if data is None else os.fsencode(data)),
+        f"mount {kind or 'bind'} {source} at {target}",
+    )
+
+
+def detach(target: str) -> None:
+    """Unmount lazily."""
+    _check(_libc.umount2(os.fsencode(target), MNT_DETACH), f"umount {target}")
+
+
+def pivot_root_here() -> None:
+    """Make the current directory the root, and stack the old root on it."""
+    syscall("pivot_root", b".", b".")
+
+
+def unshare(flags: int) -> None:
+    """Leave some namespaces for new ones."""
+    _check(_libc.unshare(ctypes.c_int(flags)), f"unshare({flags:#x})")
+
+
+def open_tree(path: str, *, recursive: bool = False) -> int:
+    """Return a descriptor of a detached copy of the mount that holds `path`, rooted there."""
+    flags = _OPEN_TREE_CLONE | os.O_CLOEXEC | (_AT_RECURSIVE if recursive else 0)
+    return syscall("open_tree", _AT_FDCWD, os.fsencode(path), flags)
+
+
+def move_mount(descriptor: int, target: str) -> None:
+    """Attach a detached mount."""
+    syscall("move_mount", descriptor, b"", _AT_FDCWD, os.fsencode(target), _MOVE_MOUNT_F_EMPTY_PATH)
+
+
+def restrict_mount(target: str, *, attributes: int, recursive: bool = True) -> None:
+    """Add attributes such as read-only to a mount; none is ever taken away."""
+    packed = struct.pack("QQQQ", attributes, 0, 0, 0)
+    flags = _AT_RECURSIVE if recursive else 0
+    syscall("mount_setattr", _AT_FDCWD, os.fsencode(target), flags, packed, len(packed))
+
+
+def map_owners(descriptor: int, *, user_namespace: int) -> None:
+    """Show the files of a detached mount as owned by the ids of a user namespace (idmapped mount)."""
+    packed = struct.pack("QQQQ", MOUNT_ATTR_IDMAP, 0, 0, user_namespace)
+    syscall("mount_setattr", descriptor, b"", _AT_EMPTY_PATH, packed, len(packed))
+
+
+def close_all_except(kept: tuple[int, ...]) -> None:
+    """Close every descriptor but these."""
+    first = 0
+    for descriptor in sorted(set(kept)):
+        if descriptor > first:
+            syscall("close_range", first, descriptor - 1, 0)
+        first = descriptor + 1
+    syscall("close_range", first, 0x7FFFFFFF, 0)
+
+
+def die_with_parent() -> None:
+    """Have the kernel kill this process when its parent ends; any change of credentials clears this."""
+    _prctl(_PR_SET_PDEATHSIG, 9)
+
+
+def set_name(name: str) -> None:
+    """Set the name that `ps` shows."""
+    _check(_libc.prctl(_PR_SET_NAME, ctypes.c_char_p(name.encode()[:15]), 0, 0, 0), "prctl(name)")
+
+
+def adopt_orphans() -> None:
+    """Become the parent of descendants whose own parent ends."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def set_dumpable(dumpable: bool) -> None:
+    """Allow or refuse that others with the same user id read this process's memory and descriptors."""
+    _prctl(_PR_SET_DUMPABLE, int(dumpable))
+
+
+def set_no_new_privileges() -> None:
+    """Give up for good what a setuid program would gain."""
+    _prctl(_PR_SET_NO_NEW_PRIVS, 1)
+
+
+def install_filter(program: bytes) -> None:
+    """Install a seccomp filter: `program` is an array of `struct sock_filter`."""
+    buffer = ctypes.create_string_buffer(program, len(program))
+    header = struct.pack("HxxxxxxP", len(program) // 8, ctypes.addressof(buffer))
+    _check(_libc.prctl(_PR_SET_SECCOMP, ctypes.c_ulong(2), ctypes.c_char_p(header), 0, 0), "prctl(seccomp)")
+
+
+# What is left to root inside a sandbox: to own, read, hand out and signal what is the sandbox's.
+CAP_CHOWN, CAP_DAC_OVERRIDE, CAP_FOWNER, CAP_FSETID, CAP_KILL, CAP_SETGID, CAP_SETUID = 0, 1, 3, 4, 5, 6, 7
+KEPT_CAPABILITIES = (CAP_CHOWN, CAP_DAC_OVERRIDE, CAP_FOWNER, CAP_FSETID, CAP_KILL, CAP_SETGID, CAP_SETUID)
+_MOST_CAPABILITIES = 64
+_CAPABILITY_VERSION_3 = 0x20080522
+
+
+def keep_capabilities(kept: tuple[int, ...] = KEPT_CAPABILITIES) -> None:
+    """Drop every capability but these, from the process and from what an exec may give back."""
+    for number in range(_MOST_CAPABILITIES):
+        if number not in kept:
+            try:
+                _prctl(_PR_CAPBSET_DROP, number)
+            except OSError as error:
+                if error.errno != 22:
+                    raise
+                break  # the kernel knows no capability with this number
+    _prctl(_PR_CAP_AMBIENT, _PR_CAP_AMBIENT_CLEAR_ALL)
+    mask = sum(1 << number for number in kept)
+    header = struct.pack("Ii", _CAPABILITY_VERSION_3, 0)
+    syscall("capset", header, struct.pack("IIIIII", mask, mask, 0, 0, 0, 0))

@@ -1,0 +1,247 @@
+"""The zygote: a tiny process that clones itself into sandboxes, watches them and cleans up after them.
+
+One per provider, single-threaded, and forked from by every sandbox: so it holds nothing worth stealing, and each sandbox
+begins by closing every descriptor. It ends when told to, or when its owner has ended, which it sees by a process
+descriptor rather than by the end of a stream that somebody else may hold open. With it end all its sandboxes.
+
+    who waits for what
+    zygote           an order, the end of its owner, the end of a sandbox, and every 50 ms for groups that still empty
+    a new sandbox    its gate: ids, groups and directories are in place
+    the owner        `started` or `refused`, then the agent's own word; `gone` at the end
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import select
+import signal
+import socket
+import sys
+import time
+from typing import Any, NamedTuple
+
+from rollmill.sandboxes.guest import kernel, root
+from rollmill.sandboxes.guest.cgroups import MEMORY, Caps, Groups
+from rollmill.sandboxes.guest.setup import GO, become_sandbox
+
+_MOST_ORDER_BYTES = 256 * 1024
+_RETRY_MS = 50
+_LAST_BREATH_S = 20.0
+_NAMESPACES = (
+    kernel.CLONE_NEWUSER
+    | kernel.CLONE_NEWNS
+    | kernel.CLONE_NEWPID
+    | kernel.CLONE_NEWNET
+    | kernel.CLONE_NEWIPC
+    | kernel.CLONE_NEWUTS
+)
+
+
+class Child(NamedTuple):
+    """A sandbox's first process; the gate stays open, so that its closing means the end of the zygote and nothing else."""
+
+    sandbox_id: str
+    pid: int
+    descriptor: int
+    groups: Groups
+    record: str
+    gate: socket.socket
+
+
+class Zygote:
+    """Takes orders one by one.
+
+    Args:
+        control: sequenced-packet socket to the owner.
+        owner: process descriptor of the owner.
+    """
+
+    def __init__(self, control: socket.socket, owner: int) -> None:
+        self._control = control
+        self._owner = owner
+        self._children: dict[int, Child] = {}
+        self._emptying: list[Groups] = []
+        self._poll = select.poll()
+        self._poll.register(control, select.POLLIN)
+        self._poll.register(owner, select.POLLIN)
+
+    def serve(self) -> None:
+        """Serve until told to quit or until the owner has ended; then end every sandbox."""
+        while self._turn():
+            pass
+        self._end_all()
+
+    def _turn(self) -> bool:
+        for descriptor, _ in self._poll.poll(_RETRY_MS if self._emptying else None):
+            if descriptor == self._owner:
+                return False
+            if descriptor == self._control.fileno():
+                if not self._take_order():
+                    return False
+            elif descriptor in self._children:
+                self._bury(self._children[descriptor])
+        self._emptying = [groups for groups in self._emptying if not groups.destroy()]
+        return True
+
+    def _take_order(self) -> bool:
+        message, descriptors, _, _ = socket.recv_fds(self._control, _MOST_ORDER_BYTES, 4)
+        if not message:
+            return False  # every copy of the owner's end is closed
+        order = json.loads(message)
+        if order["op"] == "quit":
+            return False
+        if order["op"] == "create":
+            self._create(order, descriptors)
+        elif order["op"] == "kill":
+            self._signal(order["id"], signal.SIGKILL)
+        return True
+
+    def _say(self, message: dict[str, Any]) -> None:
+        try:
+            self._control.send(json.dumps(message).encode())
+        except OSError:
+            return  # the owner is ending; its process descriptor says so next
+
+    def _create(self, order: dict[str, Any], descriptors: list[int]) -> None:
+        agent = socket.socket(fileno=descriptors[0])
+        plan = order["plan"]
+        groups = Groups(order["groups"])
+        try:
+            plan["held"] = list(groups.create(Caps(**order["caps"])))
+            # Without a cgroup that bounds the sandbox as a whole, each of its processes is bounded.
+            whole = MEMORY in plan["held"]
+            plan["limits"]["process_memory_bytes"] = 0 if whole else plan["limits"]["memory_bytes"]
+            child = self._clone(order, groups, agent)
+        except OSError as error:
+            if not groups.destroy():
+                self._emptying.append(groups)
+            self._say({"op": "refused", "id": order["id"], "errno": error.errno or 0, "message": str(error)})
+            return
+        finally:
+            agent.close()
+        self._children[child.descriptor] = child
+        self._poll.register(child.descriptor, select.POLLIN)
+        self._say({"op": "started", "id": order["id"], "pid": child.pid})
+
+    def _clone(self, order: dict[str, Any], groups: Groups, agent: socket.socket) -> Child:
+        plan = order["plan"]
+        _real_paths(plan, mapped=order["id_base"] is not None)
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        pid = kernel.clone(_NAMESPACES)
+        if pid == 0:
+            become_sandbox(plan, agent=agent, gate=theirs)
+            os._exit(1)
+        theirs.close()
+        child = Child(order["id"], pid, os.pidfd_open(pid), groups, order["record"], ours)
+        try:
+            groups.add(pid)
+            _map_ids(pid, base=order["id_base"])
+            trees = _open_trees(plan, pid)
+            try:
+                socket.send_fds(ours, [GO], trees)
+            finally:
+                for one in trees:
+                    os.close(one)
+        except OSError:
+            signal.pidfd_send_signal(child.descriptor, signal.SIGKILL)
+            os.waitpid(pid, 0)
+            os.close(child.descriptor)
+            ours.close()
+            raise
+        return child
+
+    def _signal(self, sandbox_id: str, number: int) -> None:
+        for child in self._children.values():
+            if child.sandbox_id == sandbox_id:
+                # A frozen process does not die in version 1 groups; those of version 2 let it.
+                signal.pidfd_send_signal(child.descriptor, number)
+
+    def _bury(self, child: Child) -> None:
+        """Take note of a sandbox that ended: with its first process the kernel has killed all the others."""
+        _, status = os.waitpid(child.pid, 0)
+        self._poll.unregister(child.descriptor)
+        os.close(child.descriptor)
+        child.gate.close()
+        del self._children[child.descriptor]
+        usage = child.groups.usage()
+        if not child.groups.destroy():
+            self._emptying.append(child.groups)
+        exit_code = os.waitstatus_to_exitcode(status)
+        self._say({"op": "gone", "id": child.sandbox_id, "exit": exit_code, "usage": usage})
+
+    def _end_all(self) -> None:
+        """End all sandboxes and remove their records: after this nothing of them is left."""
+        for child in self._children.values():
+            signal.pidfd_send_signal(child.descriptor, signal.SIGKILL)
+        records = [child.record for child in self._children.values()]
+        for child in list(self._children.values()):
+            self._bury(child)
+        deadline = time.monotonic() + _LAST_BREATH_S
+        while self._emptying and time.monotonic() < deadline:
+            self._emptying = [groups for groups in self._emptying if not groups.destroy()]
+            select.poll().poll(_RETRY_MS if self._emptying else 0)
+        for record in records if not self._emptying else []:
+            try:
+                os.unlink(record)
+            except FileNotFoundError:
+                continue  # its owner was quicker
+
+
+def _real_paths(plan: dict[str, Any], *, mapped: bool) -> None:
+    """Resolve links here, with the owner's view of the host, and name the directories that the sandbox gets opened."""
+    plan["lowers"] = [os.path.realpath(path, strict=True) for path in plan["lowers"]]
+    plan["expose"] = [(os.path.abspath(path), os.path.realpath(path, strict=True)) for path in plan["expose"]]
+    plan["trees"] = []
+    plan["mapped"] = []
+    if not mapped:
+        return
+    plan["mapped"] = plan["lowers"] or [f"/{name}" for name, link in root.host_directories().items() if link is None]
+    plan["trees"] = list(dict.fromkeys([*plan["mapped"], *(path for _, path in plan["expose"])]))
+
+
+def _map_ids(pid: int, *, base: int | None) -> None:
+    """Map the ids of a sandbox: to a range that owns nothing on the host, or to this user alone."""
+    if base is None:
+        with open(f"/proc/{pid}/setgroups", "w") as stream:
+            stream.write("deny")
+    for kind, own in (("uid", os.getuid()), ("gid", os.getgid())):
+        with open(f"/proc/{pid}/{kind}_map", "w") as stream:
+            stream.write(f"0 {own} 1" if base is None else f"0 {base} 65536")
+
+
+def _open_trees(plan: dict[str, Any], pid: int) -> list[int]:
+    """Open the host's directories for a sandbox; those below an overlay show their owners as the sandbox's."""
+    trees: list[int] = []
+    namespace = os.open(f"/proc/{pid}/ns/user", os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        for path in plan["trees"]:
+            mapped = path in plan["mapped"]
+            trees.append(kernel.open_tree(path, recursive=not mapped))
+            if mapped:
+                kernel.map_owners(trees[-1], user_namespace=namespace)
+    except OSError:
+        for one in trees:
+            os.close(one)
+        raise
+    finally:
+        os.close(namespace)
+    return trees
+
+
+def main() -> None:
+    """Run as the zygote of the process whose id is the first argument; orders come on the descriptor that the second names."""
+    kernel.set_name("sandbox-zygote")
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # a Ctrl-C is the owner's business: it quits by message
+    os.setsid()
+    os.chdir("/")
+    try:
+        owner = os.pidfd_open(int(sys.argv[1]))
+    except ProcessLookupError:
+        return
+    # What is here now is shared by all sandboxes; the collector must not write to its pages.
+    gc.disable()
+    gc.freeze()
+    Zygote(socket.socket(fileno=int(sys.argv[2])), owner).serve()

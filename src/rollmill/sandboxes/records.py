@@ -1,0 +1,264 @@
+"""Records of sandboxes: what is asked for, what is there, and how it ended.
+
+Nothing here knows a backend. Every duration is in seconds and every size in bytes; both stand in the names.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+
+import msgspec
+
+
+class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Base of all records here."""
+
+
+class HostImage(Record, tag="host"):
+    """The host's own system directories (`/usr` and what belongs to it), changed only in the sandbox's copy.
+
+    Home directories, `/etc`, `/var`, `/run`, `/tmp` and everything else of the host are not there.
+    """
+
+
+class DirectoryImage(Record, tag="directory"):
+    """A root file system in directories of the host.
+
+    Attributes:
+        layers: absolute paths, the uppermost first; never written to.
+    """
+
+    layers: tuple[str, ...]
+
+
+Image = HostImage | DirectoryImage
+
+
+class Limits(Record):
+    """Hard caps of one sandbox. Raising one lets a rollout do more, and lets it take more of the node.
+
+    Attributes:
+        memory_bytes: memory of the whole sandbox, files in it included; without cgroups, address space of each process.
+        disk_bytes: what it may write in all; held in memory, and so counted there too.
+        inodes: files and directories it may make in all; 50,000 take 0.6 s to release, a million 20 s.
+        pids: processes and threads at a time.
+        cpus: processor shares per wall second; needs cgroups.
+        cpu_s: processor seconds of one process, 0 for no bound.
+        wall_s: life of the sandbox from its creation.
+        exec_s: longest that one command may take, for those that name no timeout of their own.
+        output_bytes: what one command may write to stdout and stderr together before it is killed.
+        open_files: descriptors of one process.
+    """
+
+    memory_bytes: int = 512 * 1024**2
+    disk_bytes: int = 256 * 1024**2
+    inodes: int = 20_000
+    pids: int = 128
+    cpus: float = 1.0
+    cpu_s: int = 0
+    wall_s: float = 3600.0
+    exec_s: float = 300.0
+    output_bytes: int = 64 * 1024**2
+    open_files: int = 1024
+
+
+class Network(enum.Enum):
+    """What a sandbox reaches."""
+
+    NONE = "none"
+    """Its own loopback and nothing else."""
+
+
+class SandboxSpec(Record):
+    """What a sandbox is made of.
+
+    Attributes:
+        image: the root file system.
+        limits: hard caps.
+        expose: files and directories of the host, absolute paths, shown at the same place to be read only.
+        network: what it reaches.
+    """
+
+    image: Image = HostImage()
+    limits: Limits = Limits()
+    expose: tuple[str, ...] = ()
+    network: Network = Network.NONE
+
+
+class Lease(Record):
+    """A time-limited claim on a sandbox: when it is not renewed in time, the sandbox ends.
+
+    Attributes:
+        owner: who holds it, such as a run's id.
+        ttl_s: seconds from now, at creation and at each renewal.
+        rollout_id: what it is for.
+        generation: rises when the rollout moves to another sandbox; commands of an older one are refused.
+        policy_version: weights at the rollout's start.
+    """
+
+    owner: str
+    ttl_s: float = 600.0
+    rollout_id: str = ""
+    generation: int = 0
+    policy_version: int = 0
+
+
+class SandboxState(enum.Enum):
+    """Where a sandbox is in its life."""
+
+    QUEUED = "queued"
+    STARTING = "starting"
+    READY = "ready"
+    BUSY = "busy"
+    PAUSING = "pausing"
+    PAUSED = "paused"
+    SNAPSHOTTING = "snapshotting"
+    FORKING = "forking"
+    STOPPING = "stopping"
+    DEAD = "dead"
+    LOST = "lost"
+
+
+class DeathReason(enum.Enum):
+    """Why a sandbox ended."""
+
+    POLICY_INODES = "killed_by_policy_inodes"
+    POLICY_BYTES = "killed_by_policy_bytes"
+    POLICY_MEMORY = "killed_by_policy_memory"
+    POLICY_PIDS = "killed_by_policy_pids"
+    POLICY_CPU_TIME = "killed_by_policy_cpu_time"
+    POLICY_WALL = "killed_by_policy_wall"
+    POLICY_OUTPUT = "killed_by_policy_output"
+    OUT_OF_MEMORY = "out_of_memory"
+    RELEASED = "released"
+    LEASE_EXPIRED = "lease_expired"
+    KILLED_BY_OPERATOR = "killed_by_operator"
+    START_FAILED = "start_failed"
+    PROVIDER_LOST = "provider_lost"
+    EXITED = "exited"
+
+
+class Culprit(enum.Enum):
+    """Whose doing an end is. What a rollout did is scored; what the infrastructure did is masked and tried again."""
+
+    ROLLOUT = "rollout"
+    INFRASTRUCTURE = "infrastructure"
+    NOBODY = "nobody"
+
+
+class Death(Record):
+    """How a sandbox ended.
+
+    Attributes:
+        reason: why.
+        culprit: whose doing it is.
+        detail: what was seen, in words.
+    """
+
+    reason: DeathReason
+    culprit: Culprit
+    detail: str = ""
+
+
+class ExecResult(Record):
+    """How a command ended.
+
+    Attributes:
+        exit_code: as the process gave it, negative for the signal that ended it; 127 not found, 126 not executable.
+        stdout: what it wrote, up to the cap.
+        stderr: the same.
+        killed_by: `timeout`, `output`, `owner`, or empty if it ended by itself.
+        stdout_bytes: what it wrote in all; more than `len(stdout)` where output was cut.
+        stderr_bytes: the same.
+        wall_s: from start to end.
+        cpu_s: processor seconds of the process and of the children it waited for.
+        memory_bytes: largest resident size of one of them.
+    """
+
+    exit_code: int
+    stdout: bytes = b""
+    stderr: bytes = b""
+    killed_by: str = ""
+    stdout_bytes: int = 0
+    stderr_bytes: int = 0
+    wall_s: float = 0.0
+    cpu_s: float = 0.0
+    memory_bytes: int = 0
+
+    @property
+    def timed_out(self) -> bool:
+        """Return whether the timeout ended it."""
+        return self.killed_by == "timeout"
+
+    @property
+    def truncated(self) -> bool:
+        """Return whether output was cut."""
+        return self.stdout_bytes > len(self.stdout) or self.stderr_bytes > len(self.stderr)
+
+
+class Usage(Record):
+    """What a sandbox uses now; `None` where this machine does not count it."""
+
+    disk_bytes: int | None = None
+    inodes: int | None = None
+    processes: int | None = None
+    memory_bytes: int | None = None
+    peak_memory_bytes: int | None = None
+    cpu_s: float | None = None
+    oom_kills: int | None = None
+
+
+class FileInfo(Record):
+    """One entry of a directory; `kind` is `file`, `directory`, `link` or `other`."""
+
+    name: str
+    kind: str
+    size_bytes: int
+    mode: int
+    modified_s: float
+
+
+class Capabilities(Record):
+    """What a backend can do."""
+
+    files_snapshot: bool = False
+    full_snapshot: bool = False
+    live_fork: bool = False
+    pause: bool = False
+    extend_ttl: bool = False
+    labels: bool = False
+    idempotent_create: bool = False
+    batch_status: bool = False
+    sessions: bool = False
+    egress_policy: bool = False
+    fast_python: bool = False
+    users: bool = False
+    needs_root: bool = False
+    max_lifetime_s: float | None = None
+
+
+class SandboxStatus(Record):
+    """One sandbox as its provider sees it.
+
+    Attributes:
+        sandbox_id: as chosen by whoever asked for it.
+        state: where it is in its life.
+        labels: as given at creation.
+        lease: as last renewed.
+        lease_left_s: until it expires.
+        protections: what keeps it away from the host.
+        isolation: name of the level that these make.
+        death: how it ended, if it did.
+        age_s: since its creation.
+    """
+
+    sandbox_id: str
+    state: SandboxState
+    labels: Mapping[str, str]
+    lease: Lease
+    lease_left_s: float
+    protections: tuple[str, ...] = ()
+    isolation: str = ""
+    death: Death | None = None
+    age_s: float = 0.0
