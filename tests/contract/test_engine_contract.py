@@ -1,4 +1,4 @@
-"""What every engine must do, run against the embedded engine (tiny random Llama), the fake one, and a real vLLM."""
+"""What every engine must do: the embedded one (tiny random Llama), the fake one, a real vLLM and a real SGLang."""
 
 from __future__ import annotations
 
@@ -27,6 +27,8 @@ from rollmill.errors import DataError, EngineDead, EngineError, WeightMismatch
 from rollmill.generator.engines.fake import FakeEngine
 from rollmill.generator.engines.protocol import Engine, EngineLoad, OnTokens
 from rollmill.types import GenerateRequest, SamplingParams, StopReason, TokenChunk, Turn
+from sglang_server import SharedServer as SharedSglang
+from sglang_server import why_not as why_no_sglang
 from vllm_server import SharedServer, why_not
 
 OLD, NEW = random_model(seed=1), random_model(seed=2)
@@ -105,6 +107,10 @@ class Subject:
     def new_weights(self) -> Mapping[str, torch.Tensor]:
         return tensors_of(NEW)
 
+    def again(self, seed: int) -> dict[str, Any]:
+        """Return sampling that gives the same tokens each time."""
+        return {"seed": seed}
+
     async def look(self) -> EngineLoad:
         """Return the load of now."""
         return self.engine.load()
@@ -167,6 +173,26 @@ class VllmSubject(Subject):
         return load
 
 
+class SglangSubject(VllmSubject):
+    def __init__(self, server: SharedSglang) -> None:
+        Subject.__init__(self, server.engine(), kill=server.kill)
+        self._server = server
+
+    def again(self, seed: int) -> dict[str, Any]:
+        # Seeds count only with `generator.sglang.deterministic_inference`, which needs a GPU.
+        assert "seed" not in self.engine.info().capabilities
+        return {"temperature": 0.0}
+
+
+@pytest.fixture(scope="module")
+def sglang_server(tmp_path_factory) -> Iterator[SharedSglang]:
+    if (reason := why_no_sglang()) is not None:
+        pytest.skip(reason)
+    server = SharedSglang(tmp_path_factory.mktemp("sglang"))
+    yield server
+    server.stop()
+
+
 @pytest.fixture(scope="module")
 def vllm_server(tmp_path_factory) -> Iterator[SharedServer]:
     if (reason := why_not()) is not None:
@@ -179,11 +205,16 @@ def vllm_server(tmp_path_factory) -> Iterator[SharedServer]:
 REAL = (pytest.mark.slow, pytest.mark.integration, pytest.mark.timeout(600))
 
 
-@pytest.fixture(params=["embedded", "fake", pytest.param("vllm", marks=REAL)])
+@pytest.fixture(params=["embedded", "fake", *(pytest.param(name, marks=REAL) for name in ("sglang", "vllm"))])
 async def subject(request, tmp_path) -> AsyncIterator[Subject]:
     if request.param == "vllm":
         # On this thread: the kernel ends the server with the thread that started it.
         real = VllmSubject(request.getfixturevalue("vllm_server"))
+        yield real
+        await real.engine.close()
+        return
+    if request.param == "sglang":
+        real = SglangSubject(request.getfixturevalue("sglang_server"))
         yield real
         await real.engine.close()
         return
@@ -258,7 +289,7 @@ def joined(chunks: list[TokenChunk]) -> tuple[list[int], list[float], list[tuple
 
 
 async def test_the_chunks_of_a_stream_are_the_turn_and_the_turn_is_the_one_without_a_stream(subject):
-    asked = {"max_new_tokens": 30, "seed": 3, "top_p": 0.9}
+    asked = {"max_new_tokens": 30, "top_p": 0.9, **subject.again(3)}
     plain = await subject.engine.generate(request("plain", prompt_of(9), **asked))
     chunks: list[TokenChunk] = []
     streamed = await subject.engine.generate(request("streamed", prompt_of(9), **asked), on_tokens=chunks.append)
@@ -353,8 +384,8 @@ async def test_abort_of_a1_leaves_a10_alone(subject):
 
 
 async def test_a_partial_turn_carries_ids_and_log_probs_and_its_tokens_go_on_as_they_would_have(subject):
-    whole = await subject.engine.generate(request("whole", prompt_of(5), max_new_tokens=LONG, seed=3))
-    task = await subject.running(request("part", prompt_of(5), max_new_tokens=LONG, seed=3))
+    whole = await subject.engine.generate(request("whole", prompt_of(5), max_new_tokens=LONG, **subject.again(3)))
+    task = await subject.running(request("part", prompt_of(5), max_new_tokens=LONG, **subject.again(3)))
     await subject.act(subject.engine.abort("part"))
     part = await task
     n = len(part.output_ids)
@@ -419,24 +450,24 @@ async def test_scores_are_log_probs_under_temperature_one_of_what_is_served(subj
 
 
 async def test_one_seed_gives_the_same_tokens_alone_and_in_company(subject):
-    alone = await subject.engine.generate(request("alone", prompt_of(9), max_new_tokens=30, seed=11))
+    alone = await subject.engine.generate(request("alone", prompt_of(9), max_new_tokens=30, **subject.again(11)))
     company = await asyncio.gather(
         *(
             subject.engine.generate(request(f"r{n}", prompt_of(9, seed=n), max_new_tokens=30, seed=n, top_p=0.9))
             for n in range(5)
         ),
-        subject.engine.generate(request("same", prompt_of(9), max_new_tokens=30, seed=11)),
+        subject.engine.generate(request("same", prompt_of(9), max_new_tokens=30, **subject.again(11))),
     )
     assert company[-1].output_ids.tolist() == alone.output_ids.tolist()
     assert company[0].output_ids.tolist() != alone.output_ids.tolist()
 
 
 async def test_a_stop_token_ends_the_turn_and_belongs_to_it(subject):
-    free = await subject.engine.generate(request("free", prompt_of(5), max_new_tokens=30, seed=2))
+    free = await subject.engine.generate(request("free", prompt_of(5), max_new_tokens=30, **subject.again(2)))
     stop = int(free.output_ids[4])
     first = free.output_ids.tolist().index(stop)
     turn = await subject.engine.generate(
-        request("stopped", prompt_of(5), max_new_tokens=30, seed=2, stop_token_ids=(stop,))
+        request("stopped", prompt_of(5), max_new_tokens=30, stop_token_ids=(stop,), **subject.again(2))
     )
     assert turn.stop_reason is StopReason.STOP
     assert turn.output_ids.tolist() == free.output_ids[: first + 1].tolist()
