@@ -68,7 +68,7 @@ def test_a_call_with_more_siblings_than_places_goes_to_an_idle_replica():
 
 def test_a_replica_that_loads_weights_comes_after_others_with_room():
     law = law_of("a", "b", slots=8)
-    law.table["a"].loading = 2
+    law.table.loads("a", 2)
     # 0.25 is two of eight places.
     assert [place(law, f"r{number}") for number in range(3)] == ["b", "b", "a"]
 

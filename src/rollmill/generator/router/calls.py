@@ -55,9 +55,21 @@ class Call:
     """
 
     __slots__ = (
-        "aborted", "ask", "attempts", "causes", "data", "deadline_at_s", "emit", "gone", "message", "names", "progress",
+        "_codec",
+        "_progress",
+        "aborted",
+        "ask",
+        "attempts",
+        "causes",
+        "data",
+        "deadline_at_s",
+        "emit",
+        "gone",
+        "message",
+        "names",
+        "siblings",
         "started_s",
-    )  # fmt: skip
+    )
 
     def __init__(
         self, message: pb.GenerateRequest, data: bytes, *, now_s: float, emit: Emit | None, codec: TextCodec | None
@@ -68,16 +80,25 @@ class Call:
         self.started_s = now_s
         self.deadline_at_s = now_s + (message.deadline_s or DEFAULT_DEADLINE_S)
         self.ask = ask_of(message)
-        self.progress = Progress(message, codec=codec)
+        self.siblings = message.siblings or 1
+        self._progress: Progress | None = None
+        self._codec = codec
         self.names = {message.request_id}
         self.attempts = 0
         self.causes: list[tuple[str, str]] = []
         self.aborted = False
         self.gone: set[int] = set()
 
+    @property
+    def progress(self) -> Progress:
+        """What it has got so far; made when it is first asked for, because most replies are passed on unread."""
+        if self._progress is None:
+            self._progress = Progress(self.message, codec=self._codec)
+        return self._progress
+
     def whole(self) -> Piece:
         """Return the call as one piece."""
-        siblings = self.progress.siblings
+        siblings = self.siblings
         return Piece(
             ask=self.ask,
             data=self.data,

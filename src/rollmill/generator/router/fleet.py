@@ -274,8 +274,7 @@ class Fleet:
         if upstream is None or name not in self._law.table:
             gone = NotServing(f"{name} was taken off the list")
             return ReplicaLoad(replica=name, result=Result.KEPT, error=gone)
-        member = self._law.table[name]
-        member.loading = policy_version
+        self._law.table.loads(name, policy_version)
         try:
             reply = await upstream.load_weights(policy_version, timeout_s=self._settings.load_deadline_s)
         except UpstreamError as error:
@@ -283,7 +282,7 @@ class Fleet:
             result = Result.KEPT if self._serves_on(name) else Result.BROKEN
             return ReplicaLoad(replica=name, result=result, error=error.error)
         finally:
-            member.loading = None
+            self._law.table.loads(name, None)
         await self._look(name)
         return ReplicaLoad(replica=name, result=Result.LOADED, report=report_from_message(reply))
 

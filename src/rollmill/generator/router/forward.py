@@ -33,7 +33,7 @@ from rollmill.errors import (
 from rollmill.generator.proto import policy_inference_pb2 as pb
 from rollmill.generator.router.calls import AT_THE_DEADLINE_S, Call, Emit, Piece, ask_of
 from rollmill.generator.router.law import RouterLaw
-from rollmill.generator.router.records import Ask, Ended, Instruction, Send
+from rollmill.generator.router.records import Ask, Ended, Instruction, Refuse, Send
 from rollmill.generator.router.upstream import Upstream, UpstreamError
 from rollmill.generator.service import TextCodec
 
@@ -134,7 +134,7 @@ class Forwarder:
             return any([await self._abort_named(name, request_id=name) for name in list(call.names)])
         whole, _, number = request_id.rpartition("#")
         call = self._calls.get(whole)
-        if call is None or not number.isdigit() or int(number) >= call.progress.siblings:
+        if call is None or not number.isdigit() or int(number) >= call.siblings:
             return False
         call.gone.add(int(number))
         return await self._abort_named(request_id if request_id in call.names else whole, request_id=request_id)
@@ -434,16 +434,17 @@ class Forwarder:
     async def _place(self, call: Call, piece: Piece) -> str:
         """Return the replica that a piece goes to, once there is one."""
         ask, now_s = piece.ask, self._clock.now_s()
+        if piece.fresh:
+            said = self._law.submit(ask, now_s=now_s)
+        else:
+            tried = {replica for replica, _ in call.causes}
+            said = self._law.resubmit(ask, excluded=tried, arrived_s=call.started_s, now_s=now_s)
+        if len(said) == 1 and said[0].request_id == ask.request_id:  # as a rule: nobody waits
+            return _sent_to(said[0])
         waiting: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._waiting[ask.request_id] = waiting
         try:
-            if piece.fresh:
-                self.obey(self._law.submit(ask, now_s=now_s))
-            else:
-                tried = {replica for replica, _ in call.causes}
-                self.obey(self._law.resubmit(ask, excluded=tried, arrived_s=call.started_s, now_s=now_s))
-            if waiting.done():
-                return waiting.result()
+            self.obey(said)
             left_s = call.deadline_at_s - now_s
             async with asyncio.timeout(min(self._settings.queue_wait_s, max(left_s, 0.0))):
                 return await waiting
@@ -499,3 +500,9 @@ class Forwarder:
         if final:
             raise call.final(failure.error) from failure
         self.retried += 1
+
+
+def _sent_to(instruction: Instruction) -> str:
+    if isinstance(instruction, Refuse):
+        raise instruction.error
+    return instruction.replica

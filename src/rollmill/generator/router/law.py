@@ -10,7 +10,7 @@ shell's: it calls `close` for whom it does not want to wait for any longer.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from rollmill.config.router import RouterSettings
 from rollmill.errors import InvariantViolation, NotServing, Overloaded, RequestIdInUse
@@ -199,7 +199,8 @@ class RouterLaw:
         ones behind it cannot take each place as it becomes free.
         """
         found: list[Instruction] = []
-        while self.queues.waiting:
+        queues = self.queues
+        while queues.waiting and (queues.waves or self.table.has_room()):
             step = self._next(now_s=now_s)
             if step is None:
                 break
@@ -224,21 +225,23 @@ class RouterLaw:
                     reserved.add(short_of)
         return None
 
-    def _choose(self, ticket: Ticket, *, now_s: float, reserved: Iterable[str]) -> tuple[Member | None, str | None]:
+    def _choose(self, ticket: Ticket, *, now_s: float, reserved: Collection[str]) -> tuple[Member | None, str | None]:
         """Return the replica for a request; or else the one whose room it waits for, if there is any that fits."""
-        ask = ticket.ask
-        members = self.table.eligible(ask, excluded=ticket.excluded, now_s=now_s)
-        if not members and ticket.excluded and not ask.wave_id:
+        ask, table = ticket.ask, self.table
+        excluded = ticket.excluded
+        best, least = table.pick(ask, excluded=excluded, reserved=reserved, now_s=now_s)
+        if least is None and excluded and not ask.wave_id:
             # All that are left have failed it before: better one of them again than none.
-            members = self.table.eligible(ask, excluded=_NOBODY, now_s=now_s)
-        if ask.wave_id and (home := self._homes.get(("wave", ask.job, ask.wave_id))) is not None:
-            member = next((one for one in members if one.name == home), None)
-            return (member, None) if member is not None else (None, _BROKEN)
-        if not members:
+            excluded = _NOBODY
+            best, least = table.pick(ask, excluded=excluded, reserved=reserved, now_s=now_s)
+        if ask.wave_id and (name := self._homes.get(("wave", ask.job, ask.wave_id))) is not None:
+            home = self._fit_home(name, ask, excluded=excluded, now_s=now_s)
+            return (home, None) if home is not None else (None, _BROKEN)
+        if least is None:
             return None, None
-        free = [one for one in members if one.has_room(ask.siblings) and one.name not in reserved]
-        best = min(free, key=_by_load) if free else None
-        home = self._home(ask, members) if ask.session_id or ask.group_key else None
+        home = None
+        if ask.session_id or ask.group_key:
+            home = self._home(ask, excluded=excluded, now_s=now_s)
         if home is not None:
             if home.name in reserved:
                 return None, None
@@ -247,16 +250,20 @@ class RouterLaw:
             # It is full, but to begin elsewhere costs its KV: that pays only if elsewhere is much emptier.
             if best is not None and home.load() - best.load() <= self.settings.session_slack:
                 return home, None
-        if best is not None:
-            return best, None
-        return None, min(members, key=_by_load).name
+        return (best, None) if best is not None else (None, least.name)
 
-    def _home(self, ask: Ask, members: list[Member]) -> Member | None:
+    def _home(self, ask: Ask, *, excluded: Collection[str], now_s: float) -> Member | None:
         for key in _affinity_keys(ask):
-            home = self._homes.get(key)
-            if home is not None:
-                return next((member for member in members if member.name == home), None)
+            name = self._homes.get(key)
+            if name is not None:
+                return self._fit_home(name, ask, excluded=excluded, now_s=now_s)
         return None
+
+    def _fit_home(self, name: str, ask: Ask, *, excluded: Collection[str], now_s: float) -> Member | None:
+        if name not in self.table:
+            return None
+        home = self.table[name]
+        return home if self.table.is_fit(home, ask, excluded=excluded, now_s=now_s) else None
 
     def _send(self, ticket: Ticket, member: Member) -> Send:
         ask = ticket.ask
@@ -322,10 +329,12 @@ def _by_load(member: Member) -> tuple[float, int, str]:
     return member.load(), member.requests, member.name
 
 
-def _affinity_keys(ask: Ask) -> Iterable[Key]:
+def _affinity_keys(ask: Ask) -> list[Key]:
+    keys: list[Key] = []
     if ask.wave_id:
-        yield "wave", ask.job, ask.wave_id
+        keys.append(("wave", ask.job, ask.wave_id))
     if ask.session_id:
-        yield "session", ask.job, ask.session_id
+        keys.append(("session", ask.job, ask.session_id))
     if ask.group_key:
-        yield "group", ask.job, ask.group_key
+        keys.append(("group", ask.job, ask.group_key))
+    return keys

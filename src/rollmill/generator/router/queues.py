@@ -89,12 +89,12 @@ class JobQueue:
     def heads(self) -> list[Ticket]:
         """Return the first request of each lane, longest waiting first."""
         if len(self._lanes) == 1:
-            return [next(iter(self._lanes.values()))[0]]
+            return [lane[0] for lane in self._lanes.values()]
         return sorted((lane[0] for lane in self._lanes.values()), key=lambda ticket: ticket.arrived_s)
 
     def rank(self, *, now_s: float, promote_after_s: float) -> int:
         """Return its class now, 0 the highest, with what its first request's wait has earned it."""
-        waited_s = now_s - min(lane[0].arrived_s for lane in self._lanes.values())
+        waited_s = now_s - self.heads()[0].arrived_s
         return max(0, _RANK[self.settings.priority] - int(waited_s / promote_after_s))
 
 
@@ -103,6 +103,7 @@ class JobQueues:
 
     Attributes:
         waiting: samples that wait, of all jobs.
+        waves: requests among them that belong to waves, and may go where there is no room.
     """
 
     def __init__(self, settings: RouterSettings) -> None:
@@ -110,6 +111,7 @@ class JobQueues:
         self._jobs: dict[str, JobQueue] = {}
         self._now_tag = 0.0
         self.waiting = 0
+        self.waves = 0
 
     def __iter__(self) -> Iterator[JobQueue]:
         return iter(self._jobs.values())
@@ -136,11 +138,13 @@ class JobQueues:
         """Let a request wait."""
         ticket.job.put(ticket, first=first)
         self.waiting += ticket.ask.siblings
+        self.waves += bool(ticket.ask.wave_id)
 
     def remove(self, ticket: Ticket) -> None:
         """Take a waiting request out."""
         ticket.job.remove(ticket)
         self.waiting -= ticket.ask.siblings
+        self.waves -= bool(ticket.ask.wave_id)
 
     def charge(self, job: JobQueue, samples: int) -> None:
         """Samples of a job are sent: others of its class come before its next ones."""
@@ -156,12 +160,13 @@ class JobQueues:
         if len(waiting) < 2:
             return waiting
         promote_after_s, now_tag = self._settings.promote_after_s, self._now_tag
-        return sorted(
-            waiting,
-            key=lambda job: (
+        keys = [
+            (
                 job.rank(now_s=now_s, promote_after_s=promote_after_s),
                 max(job.tag, now_tag),
                 job.heads()[0].arrived_s,
                 job.name,
-            ),
-        )
+            )
+            for job in waiting
+        ]
+        return [job for _, job in sorted(zip(keys, waiting, strict=True), key=lambda pair: pair[0])]

@@ -26,6 +26,7 @@ class Member:
     """One replica.
 
     Attributes:
+        extra: load beside the places in use: KV, and weights that it is about to load.
         jobs: it serves these; all if empty.
         places: samples it gets at once.
         in_flight: samples that this router has there.
@@ -35,9 +36,25 @@ class Member:
     """
 
     __slots__ = (
-        "age_s", "breaker", "digest", "in_flight", "jobs", "kv_use", "loading", "max_model_len", "name", "others",
-        "places", "policy_version", "reason", "requests", "seen", "slots", "target",
-    )  # fmt: skip
+        "age_s",
+        "breaker",
+        "digest",
+        "extra",
+        "in_flight",
+        "jobs",
+        "kv_use",
+        "loading",
+        "max_model_len",
+        "name",
+        "others",
+        "places",
+        "policy_version",
+        "reason",
+        "requests",
+        "seen",
+        "slots",
+        "target",
+    )
 
     def __init__(self, name: str, *, jobs: tuple[str, ...], breaker: Breaker) -> None:
         self.name = name
@@ -50,15 +67,18 @@ class Member:
         self.slots = self.places = 1
         self.max_model_len = 0
         self.in_flight = self.others = self.requests = 0
-        self.kv_use = 0.0
+        self.kv_use = self.extra = 0.0
         self.age_s = 0.0
         self.loading: int | None = None
         self.target: int | None = None
 
     def load(self) -> float:
         """Return how busy it is; 1.0 is full."""
-        load = (self.in_flight + self.others) / self.places + KV_WEIGHT * self.kv_use
-        return load if self.loading is None else load + LOADING_WEIGHT
+        return (self.in_flight + self.others) / self.places + self.extra
+
+    def note_extra(self) -> None:
+        """Weigh its KV and its load of weights anew."""
+        self.extra = KV_WEIGHT * self.kv_use + (0.0 if self.loading is None else LOADING_WEIGHT)
 
     def has_room(self, samples: int) -> bool:
         """Return whether it gets these samples now; more than it has places for only if it is idle."""
@@ -72,6 +92,7 @@ class ReplicaTable:
         self._settings = settings
         self._members: dict[str, Member] = {}
         self._targets: dict[tuple[str, ...], int] = {}
+        self._serving: list[Member] = []
 
     def __iter__(self) -> Iterator[Member]:
         return iter(self._members.values())
@@ -97,11 +118,12 @@ class ReplicaTable:
         breaker = Breaker(failures=settings.breaker_failures, open_s=settings.breaker_open_s)
         self._members[name] = member = Member(name, jobs=tuple(sorted(jobs)), breaker=breaker)
         member.in_flight = in_flight
+        self._see(member, member.seen, member.reason)
 
     def leave(self, name: str) -> None:
         """Give a replica no more requests; it is forgotten when its last one has ended."""
         member = self._members[name]
-        member.seen, member.reason = Seen.LEAVING, "it was taken off the list"
+        self._see(member, Seen.LEAVING, "it was taken off the list")
         self._forget_idle(member)
 
     def release(self, name: str, samples: int) -> Member | None:
@@ -120,7 +142,7 @@ class ReplicaTable:
         """A replica did not answer, or broke a request; it serves again once it answers."""
         member = self._members.get(name)
         if member is not None and member.seen is not Seen.LEAVING:
-            member.seen, member.reason = (Seen.DEAD if dead else Seen.UNKNOWN), reason
+            self._see(member, Seen.DEAD if dead else Seen.UNKNOWN, reason)
 
     def report(self, name: str, report: Report, *, in_flight_before: int = 0) -> bool:
         """Take note of what a replica says; return whether its engine is another one than before.
@@ -139,11 +161,23 @@ class ReplicaTable:
         member.places = ceil(member.slots * self._settings.overcommit)
         member.others = max(0, report.running + report.waiting - max(in_flight_before, member.in_flight))
         member.kv_use, member.age_s = report.kv_use, report.age_s
+        member.note_extra()
         seen, reason = _STANDING.get(report.state, Seen.UNKNOWN), report.reason
         if seen is Seen.SERVING:
             seen, reason = self._fit(member, joins=joins)
-        member.seen, member.reason = seen, reason
+        self._see(member, seen, reason)
         return restarted
+
+    def loads(self, name: str, policy_version: int | None) -> None:
+        """A replica loads weights now, or has stopped to."""
+        member = self._members.get(name)
+        if member is not None:
+            member.loading = policy_version
+            member.note_extra()
+
+    def _see(self, member: Member, seen: Seen, reason: str) -> None:
+        member.seen, member.reason = seen, reason
+        self._serving = [one for one in self._members.values() if one.seen is Seen.SERVING]
 
     def _fit(self, member: Member, *, joins: bool) -> tuple[Seen, str]:
         """Return what a replica that says it serves is fit for in this fleet."""
@@ -186,18 +220,56 @@ class ReplicaTable:
 
     # -- choice
 
-    def eligible(self, ask: Ask, *, excluded: Collection[str], now_s: float) -> list[Member]:
-        """Return the replicas that may get a request, full or not."""
-        job, version = ask.job, ask.min_policy_version
-        return [
-            member
-            for member in self._members.values()
-            if member.seen is Seen.SERVING
-            and member.policy_version >= version
-            and (not member.jobs or job in member.jobs)
+    def is_fit(self, member: Member, ask: Ask, *, excluded: Collection[str], now_s: float) -> bool:
+        """Return whether a replica may get a request, full or not."""
+        return (
+            member.seen is Seen.SERVING
+            and member.policy_version >= ask.min_policy_version
+            and (not member.jobs or ask.job in member.jobs)
             and (member.breaker.closed or member.breaker.allows(now_s=now_s))
             and member.name not in excluded
-        ]
+        )
+
+    def eligible(self, ask: Ask, *, excluded: Collection[str], now_s: float) -> list[Member]:
+        """Return the replicas that may get a request, full or not."""
+        return [one for one in self._serving if self.is_fit(one, ask, excluded=excluded, now_s=now_s)]
+
+    def pick(
+        self, ask: Ask, *, excluded: Collection[str], reserved: Collection[str], now_s: float
+    ) -> tuple[Member | None, Member | None]:
+        """Return the least loaded replica that has room for a request, and the least loaded one with room or without.
+
+        Args:
+            excluded: replicas that it must not go to.
+            reserved: replicas whose room is promised to others.
+        """
+        job, version, samples = ask.job, ask.min_policy_version, ask.siblings
+        best: Member | None = None
+        least: Member | None = None
+        best_load = least_load = 0.0
+        # The one loop that every request goes through, hence without calls.
+        for one in self._serving:
+            if one.policy_version < version or (one.jobs and job not in one.jobs) or one.name in excluded:
+                continue
+            if not one.breaker.closed and not one.breaker.allows(now_s=now_s):
+                continue
+            used = one.in_flight + one.others
+            load = used / one.places + one.extra
+            if least is None or load < least_load:
+                least, least_load = one, load
+            if (one.in_flight and used + samples > one.places) or one.name in reserved:
+                continue
+            if (
+                best is None
+                or load < best_load
+                or (load == best_load and (one.requests, one.name) < (best.requests, best.name))
+            ):
+                best, best_load = one, load
+        return best, least
+
+    def has_room(self) -> bool:
+        """Return whether any replica could take one more sample."""
+        return any(not one.in_flight or one.in_flight + one.others < one.places for one in self._serving)
 
     def summary(self) -> str:
         """Return who is in which state, for a refusal and for people."""
