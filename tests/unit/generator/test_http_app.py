@@ -576,6 +576,7 @@ def test_the_openapi_document_is_served_and_describes_every_route_and_record():
     described = document["components"]["schemas"]["ChatRequest"]["properties"]
     assert described["temperature"]["description"] == "divides the logits; 0 is greedy."
     assert described["tool_choice"]["description"] == 'only "none" or "auto"'
+    assert "description" not in document["components"]["schemas"]["IdLogprob"]["properties"]["top_logprobs"]
     codes = set(document["paths"][CHAT]["post"]["responses"])
     assert {"400", "401", "404", "408", "409", "413", "429", "499", "503", "504"} <= codes
 

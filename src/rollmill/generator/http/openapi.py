@@ -176,7 +176,8 @@ def _explained(name: str, schema: dict[str, Any]) -> dict[str, Any]:
     """Return a schema whose fields say what the docstrings of their record, and of those it extends, say of them."""
     kind = vars(bodies).get(name) or vars(replies).get(name) or vars(problems)[name]
     parts = [_parts_of(inspect.cleandoc(one.__doc__ or "")) for one in reversed(kind.__mro__)]
-    said = {field: f"only {bodies.neutral_values(field)}" for field in bodies.NEUTRAL}
+    sent = name in vars(bodies)
+    said = {field: f"only {bodies.neutral_values(field)}" for field in bodies.NEUTRAL} if sent else {}
     said |= {field: text for _, fields in parts for field, text in fields.items()}
     explained = {**schema, "description": parts[-1][0]}
     if "properties" in schema:
