@@ -19,7 +19,7 @@ from rollmill.generator.wire import ReplicaStatus
 @contextlib.asynccontextmanager
 async def service(
     engine: Any,
-    repository: MemoryRepository,
+    repository: Any,
     *,
     token: str | None = None,
     tls: TlsFiles | None = None,

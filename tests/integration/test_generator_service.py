@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from typing import Any
 
 import grpc
 import numpy as np
@@ -295,7 +296,7 @@ async def test_a_first_version_that_fails_its_canary_never_gets_an_address(tmp_p
     with pytest.raises(WeightMismatch):
         await serve(
             engine=embedded(tmp_path, old),
-            repository=repository,
+            repository=repository,  # pyright: ignore[reportArgumentType]
             kv_policy="keep",
             address_file=tmp_path / "address.json",
             stop=asyncio.Event(),
@@ -398,7 +399,7 @@ async def test_health_follows_the_standing(tmp_path):
         service(FakeEngine(clock=SystemClock()), repository) as client,
         grpc.aio.insecure_channel(client.address) as channel,
     ):
-        stub = health_pb2_grpc.HealthStub(channel)
+        stub: Any = health_pb2_grpc.HealthStub(channel)
         asked = health_pb2.HealthCheckRequest(service="rollmill.generator.v1.PolicyInference")
         before = await stub.Check(asked, timeout=5)
         await client.drain(0.1)
