@@ -16,10 +16,10 @@ from rollmill.clock import SystemClock
 from rollmill.config.schema import GeneratorSettings, SglangSettings
 from rollmill.errors import DataError, DeadlineExceeded, EngineDead, EngineError, WeightError, WeightMismatch
 from rollmill.generator.engines.meter import SecondsMeter
+from rollmill.generator.engines.remote.model import ServedModel
+from rollmill.generator.engines.remote.transfer import Spool
 from rollmill.generator.engines.sglang.port import Address
 from rollmill.generator.engines.sglang.start import bring_up
-from rollmill.generator.engines.vllm.start import ServedModel
-from rollmill.generator.engines.vllm.transfer import Spool
 from rollmill.types import GenerateRequest, SamplingParams, StopReason, TokenChunk, Turn, Wave
 from rollmill.weights.tensorfile import TensorsInFile, copy_tensors
 from sglang_fake import KEY, VOCABULARY, FakeSglang, logprob_of
@@ -399,6 +399,18 @@ async def test_pause_abort_ends_what_runs_and_what_waits(world):
     assert {turn.stop_reason for turn in turns} == {StopReason.ABORT}
     load = world.engine.load()
     assert (load.running, load.waiting, load.paused) == (0, 0, True)
+
+
+async def test_what_comes_after_a_pause_that_ended_everything_waits_for_its_end(world):
+    await world.engine.pause("keep")
+    late = asyncio.ensure_future(world.engine.generate(asked("late", max_new_tokens=2)))
+    await until(lambda: world.engine.load().waiting == 1)
+    ending = asyncio.ensure_future(world.engine.pause("abort"))
+    later = asyncio.ensure_future(world.engine.generate(asked("later", max_new_tokens=2)))
+    await ending
+    assert (await late).stop_reason is StopReason.ABORT
+    await world.engine.resume()
+    assert (await later).stop_reason is StopReason.LENGTH
 
 
 async def test_pause_drain_lets_finish_what_was_sent_and_sends_nothing_more(world):

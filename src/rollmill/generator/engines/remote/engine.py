@@ -36,10 +36,10 @@ from rollmill.clock import Clock
 from rollmill.errors import DataError, DeadlineExceeded, EngineDead, EngineError, RollmillError, WeightMismatch
 from rollmill.generator.engines.meter import SecondsMeter
 from rollmill.generator.engines.protocol import EngineInfo, EngineLoad, KvPolicy, OnTokens, PauseMode, UpdateReport
-from rollmill.generator.engines.remote.port import ServerPort
+from rollmill.generator.engines.remote.port import Delta, ServerPort
 from rollmill.generator.engines.remote.requests import GroupKey, Live
+from rollmill.generator.engines.remote.transfer import Spool, check_layout, layout_of, nbytes_of
 from rollmill.generator.engines.sequence import check_request
-from rollmill.generator.engines.vllm.transfer import Spool, check_layout, layout_of, nbytes_of
 from rollmill.types import GenerateRequest, Turn
 
 if TYPE_CHECKING:
@@ -300,6 +300,7 @@ class RemoteEngine:
             cached_tokens=self._cached_tokens,
             wall_s=wall_s,
             seconds=seconds,
+            preemptions=figures.preemptions,
         )
 
     def healthy(self) -> bool:
@@ -395,8 +396,8 @@ class RemoteEngine:
         async for delta in self._port.generate(
             live.request, server_id=live.server_id, max_tokens=live.capacity, salt=salt
         ):
+            self._count_prefill(live, delta)
             if live.first_token_s is None and len(delta.output_ids):
-                self._count_prefill(live, cached_tokens=delta.cached_tokens or 0)
                 self._lead_no_more(live)
             live.take(delta, now_s=self._clock.now_s())
             if not self._peeked:
@@ -415,18 +416,24 @@ class RemoteEngine:
 
     async def _end_all(self, *, patience_s: float | None = None) -> None:
         """End everything with what it has, also what waits here."""
-        for live in self._lives.values():
+        # Those of now: what comes later waits for the end of the pause.
+        ending = tuple(self._lives.values())
+        for live in ending:
             live.gave_up = True
         self._note_change()
         async with self._within("the end of all requests", patience_s=patience_s):
-            await self._until(lambda: not self._lives)
+            await self._until(lambda: all(live.over.is_set() for live in ending))
 
     def _tell(self, live: Live) -> None:
         self._output_tokens += live.tell()
 
-    def _count_prefill(self, live: Live, *, cached_tokens: int) -> None:
-        self._cached_tokens += cached_tokens
-        self._prefill_tokens += len(live.request.prompt_ids) - cached_tokens
+    def _count_prefill(self, live: Live, delta: Delta) -> None:
+        if live.first_token_s is None and len(delta.output_ids):
+            self._prefill_tokens += len(live.request.prompt_ids)
+        if delta.cached_tokens is not None:  # some servers tell it with the first token, some at the end
+            more = delta.cached_tokens - live.cached_tokens
+            self._cached_tokens += more
+            self._prefill_tokens -= more
 
     def _lead_no_more(self, live: Live) -> None:
         if live.group is not None and self._leading.get(live.group) is live:

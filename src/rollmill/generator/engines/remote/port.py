@@ -41,6 +41,7 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
 
     kv_used_tokens: int = 0
     kv_capacity_tokens: int = 0
+    preemptions: int = 0
 
 
 class ServerPort(Protocol):

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from rollmill.clock import Clock
 from rollmill.errors import ConfigError, DeadlineExceeded, EngineDead
-from rollmill.generator.engines.vllm.server import first_error
+from rollmill.generator.engines.remote.logs import first_error
 
 _LAUNCHER = Path(__file__).parent / "server_side" / "launch.py"
 _LOOK_EVERY_S = 0.2

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from rollmill.config.derive import BYTES_OF
 from rollmill.config.precision import resolve_dtype
 from rollmill.config.schema import GeneratorSettings
 from rollmill.errors import ConfigError
-from rollmill.generator.engines.settings import Device, KvShape
+from rollmill.generator.engines.settings import Device, KvShape, kv_dtype_bytes
 
 SCORING_SEATS = 1
 """Sequences beyond `max_num_seqs` that the server is told to run: a score must not wait for a rollout to end."""
@@ -20,7 +19,6 @@ SPARE_TOKENS = 8
 """The server keeps a few tokens of its context for itself: 6 of a prompt, 2 of prompt and output together."""
 
 _KV_DTYPES = {"auto": "auto", "bfloat16": "bfloat16", "fp8": "fp8_e4m3"}
-_KV_BYTES = {"bfloat16": 2, "fp8": 1}
 
 
 def sglang_arguments(
@@ -158,8 +156,7 @@ def _total_tokens(settings: GeneratorSettings, *, device: Device, kv: KvShape | 
             "generator.kv_cache_memory_bytes is set, and the model does not say how large its keys and values are. "
             "Leave it out, or give a model with a plain configuration."
         )
-    dtype_bytes = _KV_BYTES.get(settings.kv_cache_dtype, BYTES_OF[resolve_dtype(settings.dtype)])
-    tokens = settings.kv_cache_memory_bytes // kv.bytes_per_token(dtype_bytes=dtype_bytes)
+    tokens = settings.kv_cache_memory_bytes // kv.bytes_per_token(dtype_bytes=kv_dtype_bytes(settings))
     if tokens < settings.max_model_len + SPARE_TOKENS:
         raise ConfigError(
             f"generator.kv_cache_memory_bytes {settings.kv_cache_memory_bytes} holds {tokens} tokens, and one sequence "

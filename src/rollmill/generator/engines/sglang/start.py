@@ -25,13 +25,14 @@ from rollmill.config.schema import GeneratorSettings
 from rollmill.errors import ConfigError, DeadlineExceeded, EngineDead, EngineError, ModelError
 from rollmill.generator.engines.meter import SecondsMeter
 from rollmill.generator.engines.remote.engine import RemoteEngine, Traits
+from rollmill.generator.engines.remote.model import ServedModel
 from rollmill.generator.engines.remote.process import ServerProcess, own_folder
+from rollmill.generator.engines.remote.transfer import Spool
+from rollmill.generator.engines.settings import kv_dtype_bytes
 from rollmill.generator.engines.sglang.arguments import sglang_arguments, sglang_environment
 from rollmill.generator.engines.sglang.dialect import GENERATE, READY, probe_body, read_error, returns_masks
 from rollmill.generator.engines.sglang.port import PRODUCT, SECTION, Address, Server, SglangPort
 from rollmill.generator.engines.vllm.environment import default_device
-from rollmill.generator.engines.vllm.start import ServedModel
-from rollmill.generator.engines.vllm.transfer import Spool
 
 if TYPE_CHECKING:
     import torch
@@ -236,7 +237,6 @@ def traits_of(settings: GeneratorSettings, *, model: ServedModel, masks: bool) -
     Args:
         masks: whether the server returns the log-probs of filtered distributions.
     """
-    dtype = resolve_dtype(settings.dtype)
     has = {
         "kv_keep": not settings.sglang.overlap_schedule,
         "prefix_cache": settings.enable_prefix_caching,
@@ -248,13 +248,11 @@ def traits_of(settings: GeneratorSettings, *, model: ServedModel, masks: bool) -
         kind="sglang",
         product=PRODUCT,
         model=model.name,
-        dtype=dtype,
+        dtype=resolve_dtype(settings.dtype),
         vocabulary_size=model.vocabulary_size,
         max_model_len=settings.max_model_len,
         max_num_seqs=settings.max_num_seqs,
-        kv_bytes_per_token=(
-            0 if model.kv is None else model.kv.bytes_per_token(dtype_bytes=2 if dtype == "bfloat16" else 4)
-        ),
+        kv_bytes_per_token=(0 if model.kv is None else model.kv.bytes_per_token(dtype_bytes=kv_dtype_bytes(settings))),
         capabilities=(*CAPABILITIES, *(name for name, can in has.items() if can)),
         waits_for_siblings=settings.enable_prefix_caching,
         patience_s=settings.sglang.control_deadline_s,
