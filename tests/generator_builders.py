@@ -21,6 +21,7 @@ from rollmill.generator.engines.embedded.engine import EmbeddedEngine
 from rollmill.generator.engines.embedded.kv import BLOCK_TOKENS, KvCache
 from rollmill.generator.engines.embedded.linears import KernelChoice
 from rollmill.generator.engines.embedded.model import ServedModel
+from rollmill.generator.engines.embedded.speculation import Speculator
 from rollmill.generator.engines.meter import SecondsMeter
 from rollmill.generator.engines.protocol import KvPolicy
 from rollmill.generator.engines.sequence import Sequence
@@ -96,6 +97,7 @@ class SteppedEngine:
         max_num_batched_tokens: int = 512,
         kv_blocks: int | None = None,
         max_wait_s: float = 0.0,
+        speculator: Speculator | None = None,
         dtype: str = "float32",
         kernels: KernelChoice = "auto",
     ):
@@ -124,6 +126,7 @@ class SteppedEngine:
             max_num_batched_tokens=max_num_batched_tokens,
             kv=KvCache(served, budget=budget),
             max_wait_s=max_wait_s,
+            speculator=speculator,
             clock=self.clock,
             meter=self.meter,
         )

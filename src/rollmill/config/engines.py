@@ -17,6 +17,7 @@ OBEYED_BY: dict[str, tuple[str, ...]] = {
     "kv_cache_memory_bytes": ("embedded", "vllm", "sglang"),
     "memory_limit_bytes": ("embedded",),
     "gpu_memory_utilization": ("vllm", "sglang"),
+    "speculation": ("embedded",),
     "enable_prefix_caching": ("embedded", "vllm", "sglang"),
     "kv_cache_dtype": ("vllm", "sglang"),
     "tensor_parallel_size": ("vllm", "sglang"),

@@ -290,6 +290,10 @@ class GeneratorSettings(Section):
     """Share of a GPU's memory that a replica may take, weights included. Without a GPU it says nothing."""
     enable_prefix_caching: bool = knob(True)
     """Keep the KV of prompts so that equal beginnings are computed once; its keys hold the policy version."""
+    speculation: Literal["off", "ngram"] = knob("off")
+    """`ngram` guesses that what followed the last tokens before, in the prompt, the answer or a sibling's, follows again,
+    and checks the guess in the same pass: the tokens are those of `off`, to the last one. It guesses only where that is
+    measured to pay, which is in small batches; never in deterministic mode."""
     kv_cache_dtype: Literal["auto", "bfloat16", "fp8"] = knob("auto")
     """Precision of keys and values; `auto` is that of the served weights."""
     tensor_parallel_size: int = knob(

@@ -65,6 +65,8 @@ class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
             they sum to `wall_s`.
         decode_passes: passes in which sequences got a token each; 0 if the engine does not count them.
         preemptions: sequences whose KV was given up before their end.
+        guessed_tokens: of speculative decoding.
+        accepted_tokens: of those, how many were drawn; their share is the acceptance rate.
     """
 
     running: int
@@ -80,6 +82,8 @@ class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
     seconds: dict[str, float]
     decode_passes: int = 0
     preemptions: int = 0
+    guessed_tokens: int = 0
+    accepted_tokens: int = 0
 
 
 class UpdateReport(msgspec.Struct, frozen=True, kw_only=True):

@@ -82,6 +82,10 @@ class Sequence:
         """Return int64 [kv_tokens], the tokens whose KV is there."""
         return np.concatenate([self.prompt, self._output[: self.count - 1].astype(np.int64)])
 
+    def output_since(self, start: int) -> list[int]:
+        """Return the sampled tokens from `start` on."""
+        return self._output[start : self.count].tolist()
+
     def append(self, token: int, *, logprob: float, policy_version: int) -> None:
         """Take one sampled token; its version is fixed here, when it is sampled."""
         at = self.count

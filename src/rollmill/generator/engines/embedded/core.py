@@ -8,6 +8,7 @@ only where their KV fits to the end. The caller owns the loop: nothing here wait
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Mapping
 
@@ -21,6 +22,7 @@ from rollmill.generator.engines.embedded.kv import KvCache
 from rollmill.generator.engines.embedded.model import ServedModel
 from rollmill.generator.engines.embedded.prefill import DecodeBatch, PrefillJob, PrefillPlanner
 from rollmill.generator.engines.embedded.sampling import sample
+from rollmill.generator.engines.embedded.speculation import Guess, Speculator
 from rollmill.generator.engines.embedded.staging import Staging
 from rollmill.generator.engines.embedded.waves import WaveGate
 from rollmill.generator.engines.meter import SecondsMeter
@@ -49,6 +51,7 @@ class EngineCore:
         clock: stamps and deadlines.
         meter: where the seconds go.
         max_wait_s: how long an idle engine holds the first request for company.
+        speculator: guesses tokens; `None` never does.
     """
 
     def __init__(
@@ -64,10 +67,11 @@ class EngineCore:
         clock: Clock,
         meter: SecondsMeter,
         max_wait_s: float = 0.0,
+        speculator: Speculator | None = None,
     ) -> None:
         self.model = model
         self.staging = Staging(model)
-        self.kv = kv
+        self.kv, self.speculator = kv, speculator
         self.policy_version, self.digest = policy_version, digest
         self.max_num_seqs, self.max_model_len = max_num_seqs, max_model_len
         self.max_num_batched_tokens = max_num_batched_tokens
@@ -191,6 +195,8 @@ class EngineCore:
         for sequence in self._living():
             sequence.deliver(error)
         self.kv.forget()
+        if self.speculator is not None:
+            self.speculator.clear()
         self.running.clear()
         self.waiting.clear()
         self.gate.clear()
@@ -206,26 +212,50 @@ class EngineCore:
         started_s = self._clock.now_s()
         self._make_room()
         planner, batches = self._admit()
-        running = len(self.running)
+        guesses = self._guesses(beside=planner.computed)
+        decode = self._decode_batch(guesses) if self.running else None
+        decoded = 0 if decode is None else len(decode.token_ids)
         # A mixed pass is charged to what most of its tokens are for.
-        self._meter.switch("prefill" if planner.computed > running else "decode")
-        logits = self._run(planner, decode=self._decode_batch() if running else None)
-        rows = [*range(running), *self._start(batches, started_s=started_s)]
+        self._meter.switch("prefill" if planner.computed > decoded else "decode")
+        logits = self._run(planner, decode=decode)
+        rows = [*range(decoded), *self._start(batches, started_s=started_s, first=decoded)]
         if not rows:  # a chunk of a long prompt, and nobody else
             return
+        guesses += [Guess()] * (len(self.running) - len(guesses))
         try:
-            self._sample(logits if len(rows) == len(logits) else logits[torch.tensor(rows)], self.running)
+            self._sample(logits if len(rows) == len(logits) else logits[torch.tensor(rows)], guesses=guesses)
         except EngineError as error:  # numbers that are not finite: nothing more may be sampled from these weights
             self.dirty_reason = str(error)
             self.fail_all(error)
+        if self.speculator is not None and not planner.jobs:
+            self.speculator.cost.see(decoded, seconds=self._clock.now_s() - started_s)
         self._retire()
 
-    def _decode_batch(self) -> DecodeBatch:
-        positions = np.array([sequence.kv_tokens for sequence in self.running], dtype=np.int64)
+    def _guesses(self, *, beside: int) -> list[Guess]:
+        """Return what may follow the newest token of each running sequence; blocks are taken only where there are any.
+
+        Args:
+            beside: tokens of prompts in the same pass.
+        """
+        if self.speculator is None or not self.running:
+            return [Guess()] * len(self.running)
+        rows = len(self.running) + beside
+        guesses = self.speculator.guess(self.running, rows=rows, most=self.max_num_batched_tokens - rows)
+        return [
+            guess if not guess.tokens or self.kv.grow(one, tokens=one.kv_tokens + 1 + len(guess.tokens)) else Guess()
+            for one, guess in zip(self.running, guesses, strict=True)
+        ]
+
+    def _decode_batch(self, guesses: list[Guess]) -> DecodeBatch:
+        """Return the newest token of each running sequence, with what was guessed behind it."""
+        runs = [(one, (one.last_token, *guess.tokens)) for one, guess in zip(self.running, guesses, strict=True)]
+        positions = np.concatenate([np.arange(one.kv_tokens, one.kv_tokens + len(fed)) for one, fed in runs])
         return DecodeBatch(
-            token_ids=np.array([sequence.last_token for sequence in self.running], dtype=np.int64),
+            token_ids=np.array([token for _, fed in runs for token in fed], dtype=np.int64),
             positions=positions,
-            tables=self.kv.tables(self.running, width=self.kv.store.needed(int(positions.max()) + 1)),
+            tables=self.kv.tables(
+                [one for one, fed in runs for _ in fed], width=self.kv.store.needed(int(positions.max()) + 1)
+            ),
         )
 
     def _run(self, planner: PrefillPlanner, *, decode: DecodeBatch | None = None) -> torch.Tensor:
@@ -236,13 +266,28 @@ class EngineCore:
             work.token_ids, positions=work.positions, plan=work.plan, pool=self.kv.pool, keep=work.keep
         )
 
-    def _sample(self, logits: torch.Tensor, sequences: list[Sequence]) -> None:
-        counters = np.array([sequence.count for sequence in sequences], dtype=np.int64)
-        tokens, logprobs = sample(logits, params=[s.request.sampling for s in sequences], counters=counters)
-        for sequence, token, logprob in zip(sequences, tokens.tolist(), logprobs.tolist(), strict=True):
-            sequence.append(token, logprob=logprob, policy_version=self.policy_version)
-        self.output_tokens += len(sequences)
+    def _sample(self, logits: torch.Tensor, *, guesses: list[Guess]) -> None:
+        """Draw a token behind every token that was fed; keep those behind which nothing else was guessed."""
+        fed = [1 + len(guess.tokens) for guess in guesses]
+        counters = np.concatenate([np.arange(s.count, s.count + n) for s, n in zip(self.running, fed, strict=True)])
+        params = [s.request.sampling for s, n in zip(self.running, fed, strict=True) for _ in range(n)]
+        tokens, logprobs = sample(logits, params=params, counters=counters)
+        drawn = zip(tokens.tolist(), logprobs.tolist(), strict=True)
+        for sequence, guess, count in zip(self.running, guesses, fed, strict=True):
+            self._keep(sequence, list(itertools.islice(drawn, count)), guess=guess)
         self.decode_passes += 1
+
+    def _keep(self, sequence: Sequence, drawn: list[tuple[int, float]], *, guess: Guess) -> None:
+        right = 0
+        for place, (token, logprob) in enumerate(drawn):
+            sequence.append(token, logprob=logprob, policy_version=self.policy_version)
+            self.output_tokens += 1
+            as_guessed = place < len(guess.tokens) and token == guess.tokens[place]
+            right += as_guessed
+            if not as_guessed or sequence.stop_reason() is not None:
+                break
+        if self.speculator is not None and guess.tokens:
+            self.speculator.see(guess, right=right)
 
     def _retire(self) -> None:
         over = [(sequence, reason) for sequence in self.running if (reason := sequence.stop_reason()) is not None]
@@ -262,6 +307,8 @@ class EngineCore:
 
     def _take_out(self, sequences: list[Sequence]) -> None:
         for sequence in sequences:
+            if self.speculator is not None:
+                self.speculator.forget(sequence)
             if sequence in self.running:
                 self.running.remove(sequence)
                 self.kv.end(sequence)
@@ -377,14 +424,13 @@ class EngineCore:
             tables = self.kv.begin(match, tokens=len(ids), promises=promises, room=None)
         return PrefillJob(ids, tables, resident=match.tokens) if tables else None
 
-    def _start(self, batches: _Batches, *, started_s: float) -> list[int]:
+    def _start(self, batches: _Batches, *, started_s: float, first: int) -> list[int]:
         """Put admitted sequences into the batch; return the row of logits that each samples its next token from."""
         rows: list[int] = []
         # A chunk of a long prompt is a job that nobody starts after, and always the only one of its pass.
         if self._chunk is not None:
             self.kv.hold_chunk(self._chunk.tables[0], self._chunk.ids)
             self._chunk = None
-        first = len(self.running)
         for row, (job, mates) in enumerate(batches, start=first):
             rows += [row] * len(mates)
             self.kv.store.register(job.tables[0], job.ids, partial=True)

@@ -22,7 +22,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import numpy as np
 import torch
@@ -34,12 +34,14 @@ from rollmill.generator.engines.embedded.core import EngineCore
 from rollmill.generator.engines.embedded.kv import BLOCK_TOKENS, KvCache
 from rollmill.generator.engines.embedded.linears import KernelChoice
 from rollmill.generator.engines.embedded.model import ServedModel
+from rollmill.generator.engines.embedded.speculation import Speculator
 from rollmill.generator.engines.meter import SecondsMeter
 from rollmill.generator.engines.protocol import EngineInfo, EngineLoad, KvPolicy, OnTokens, PauseMode, UpdateReport
 from rollmill.generator.engines.sequence import Sequence, check_request
 from rollmill.types import GenerateRequest, TokenChunk, Turn
 
 R = TypeVar("R")
+SpeculationChoice = Literal["off", "ngram"]
 _log = logging.getLogger(__name__)
 
 _JOIN_S = 30.0
@@ -88,6 +90,8 @@ class EmbeddedEngine:
         enable_prefix_caching: whether KV outlives its request, for others that begin alike. Requests that run at the
             same time share either way.
         stage_weights: whether a second set of weights will be in memory; counted against the limit.
+        speculation: `ngram` guesses what followed the last tokens before, here or in a sibling, where that pays; the
+            tokens are the same either way. `off` never guesses.
         kernels: whether compiled kernels multiply with the weights: `auto`, `native` or `torch`.
         before_step: called on the worker thread before each step; an exception from it kills the engine. For fault
             injection and for tests that hold the engine between two steps.
@@ -116,6 +120,7 @@ class EmbeddedEngine:
         memory_limit_bytes: int | None = None,
         enable_prefix_caching: bool = True,
         stage_weights: bool = True,
+        speculation: SpeculationChoice = "off",
         kernels: KernelChoice = "auto",
         before_step: Callable[[], None] | None = None,
         model: ServedModel | None = None,
@@ -154,6 +159,7 @@ class EmbeddedEngine:
             max_num_batched_tokens=limit,
             kv=KvCache(model, budget=self._budget if enable_prefix_caching else self._budget.without_idle()),
             max_wait_s=max_wait_ms / 1e3,
+            speculator=Speculator() if speculation == "ngram" else None,
             clock=clock,
             meter=self._meter,
         )
@@ -317,6 +323,8 @@ class EmbeddedEngine:
             seconds=seconds,
             decode_passes=core.decode_passes,
             preemptions=core.preemptions,
+            guessed_tokens=0 if core.speculator is None else core.speculator.guessed,
+            accepted_tokens=0 if core.speculator is None else core.speculator.accepted,
         )
 
     def healthy(self) -> bool:
