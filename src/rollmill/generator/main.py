@@ -149,6 +149,7 @@ def build_engine(
         memory_limit_bytes=more.memory_limit_bytes,
         enable_prefix_caching=more.enable_prefix_caching,
         stage_weights=more.stage_weights,
+        speculation=more.speculation,
         clock=clock,
         model=model,
         before_step=None
