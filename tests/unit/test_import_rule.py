@@ -14,7 +14,7 @@ LEVELS: tuple[frozenset[str], ...] = (
     frozenset({"errors", "clock", "types"}),
     frozenset({"config", "ledger"}),
     frozenset({"algorithms", "scheduling", "buffer", "weights"}),
-    frozenset({"generator", "environments", "trainer", "telemetry"}),
+    frozenset({"generator", "environments", "sandboxes", "trainer", "telemetry"}),
     frozenset({"testing"}),
     frozenset({"controller"}),
     frozenset({"runtime"}),
@@ -36,6 +36,8 @@ TORCH_FREE = (
     "rollmill.config.plan",
     "rollmill.cli",
     "rollmill.cli.training",
+    "rollmill.cli.sandbox",
+    "rollmill.sandboxes",
 )
 
 OPTIONAL = ("torch", "transformers", "grpc", "reasoning_gym", "gguf", "safetensors")

@@ -17,6 +17,7 @@ _COMMANDS = {
     "eval": "rollmill.cli.evaluate:evaluate_command",
     "model": "rollmill.cli.model_commands:model_group",
     "router": "rollmill.cli.router:router_command",
+    "sandbox": "rollmill.cli.sandbox:sandbox_group",
     "serve": "rollmill.cli.serve:serve_command",
     "summary": "rollmill.cli.summary:summary_command",
     "train": "rollmill.cli.train:train_command",

@@ -1,7 +1,7 @@
 """Sandboxes: short-lived places where untrusted programs run, started in milliseconds, kept away from their host.
 
-`NamespaceProvider` is the embedded backend. The protocol that every backend implements is in `protocol`, what is asked for
-and what comes back in `records`, and how isolation is named in `isolation`.
+`NamespaceProvider` is the embedded backend. The protocol that every backend implements is in `protocol`, what is asked
+for and what comes back in `records`, and how isolation is named in `isolation`.
 """
 
 from rollmill.sandboxes.backends.namespaces import NamespaceProvider, NamespaceSettings

@@ -1,6 +1,7 @@
-"""Records on disk of the sandboxes of one machine: written before a sandbox is made, removed when nothing is left of it.
+"""Records on disk of the sandboxes of one machine: written before one is made, removed when nothing is left of it.
 
-They are how an owner that was killed can be cleaned up after, and how the command line sees sandboxes of other processes.
+They are how an owner that was killed can be cleaned up after, and how the command line sees sandboxes of other
+processes.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ def check_id(sandbox_id: str) -> str:
     """
     if not _ID.fullmatch(sandbox_id):
         raise ConfigError(
-            f"{sandbox_id!r} cannot be a sandbox's id: 1 to 64 letters, digits, '_', '.' and '-', beginning with a letter "
-            "or digit."
+            f"{sandbox_id!r} cannot be a sandbox's id: 1 to 64 letters, digits, '_', '.' and '-', beginning with a "
+            "letter or digit."
         )
     return sandbox_id
 
 
-class ProcessMark(Record):
+class ProcessMark(Record, frozen=True, kw_only=True):
     """A process for good: its id alone is used again by later ones.
 
     Attributes:
@@ -69,7 +70,7 @@ def is_alive(mark: ProcessMark) -> bool:
     return mark_of(mark.pid) == mark
 
 
-class DiskRecord(Record):
+class DiskRecord(Record, frozen=True, kw_only=True):
     """What must be known of a sandbox to remove it without its owner.
 
     Attributes:
@@ -89,7 +90,7 @@ class DiskRecord(Record):
     helper: ProcessMark | None = None
     first_process: ProcessMark | None = None
     groups: tuple[tuple[int, str], ...] = ()
-    labels: dict[str, str] = {}
+    labels: dict[str, str] = msgspec.field(default_factory=dict)
     created_wall_s: float = 0.0
 
 

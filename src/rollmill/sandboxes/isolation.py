@@ -54,7 +54,7 @@ WORDS: dict[Protection, tuple[str, str]] = {
     P.NAMESPACES: ("own files, processes, network, message queues and host name",
                    "allow user namespaces: sysctl kernel.unprivileged_userns_clone=1, user.max_user_namespaces > 0"),
     P.USER_NAMESPACE: ("its root is nobody on the host", "allow user namespaces, as above"),
-    P.NO_NETWORK: ("reaches its own loopback and nothing else", "allow network namespaces: user.max_net_namespaces > 0"),
+    P.NO_NETWORK: ("reaches nothing but its own loopback", "allow network namespaces: user.max_net_namespaces > 0"),
     P.NO_NESTED_NAMESPACES: ("cannot make namespaces of its own", "Linux 4.9 or later"),
     P.CAPABILITIES_DROPPED: ("root inside may only own, hand out and signal what is inside", "Linux 4.3 or later"),
     P.NO_NEW_PRIVILEGES: ("setuid programs give nothing", "Linux 3.5 or later"),
@@ -127,6 +127,6 @@ def require(minimum: IsolationLevel, protections: Collection[Protection]) -> Iso
         return reached
     advice = "; ".join(f"{one.value} ({WORDS[one][1]})" for one in missing_for(minimum, protections))
     raise IsolationError(
-        f"this machine isolates a sandbox at level {reached.name.lower()}, and at least {minimum.name.lower()} is asked "
-        f"for. Missing: {advice}. Change the machine, or accept less by lowering the minimum isolation."
+        f"this machine isolates a sandbox at level {reached.name.lower()}, and at least {minimum.name.lower()} is "
+        f"asked for. Missing: {advice}. Change the machine, or accept less by lowering the minimum isolation."
     )

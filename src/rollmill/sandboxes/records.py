@@ -15,14 +15,14 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Base of all records here."""
 
 
-class HostImage(Record, tag="host"):
+class HostImage(Record, tag="host", frozen=True, kw_only=True):
     """The host's own system directories (`/usr` and what belongs to it), changed only in the sandbox's copy.
 
     Home directories, `/etc`, `/var`, `/run`, `/tmp` and everything else of the host are not there.
     """
 
 
-class DirectoryImage(Record, tag="directory"):
+class DirectoryImage(Record, tag="directory", frozen=True, kw_only=True):
     """A root file system in directories of the host.
 
     Attributes:
@@ -35,7 +35,7 @@ class DirectoryImage(Record, tag="directory"):
 Image = HostImage | DirectoryImage
 
 
-class Limits(Record):
+class Limits(Record, frozen=True, kw_only=True):
     """Hard caps of one sandbox. Raising one lets a rollout do more, and lets it take more of the node.
 
     Attributes:
@@ -70,7 +70,7 @@ class Network(enum.Enum):
     """Its own loopback and nothing else."""
 
 
-class SandboxSpec(Record):
+class SandboxSpec(Record, frozen=True, kw_only=True):
     """What a sandbox is made of.
 
     Attributes:
@@ -86,7 +86,7 @@ class SandboxSpec(Record):
     network: Network = Network.NONE
 
 
-class Lease(Record):
+class Lease(Record, frozen=True, kw_only=True):
     """A time-limited claim on a sandbox: when it is not renewed in time, the sandbox ends.
 
     Attributes:
@@ -147,7 +147,7 @@ class Culprit(enum.Enum):
     NOBODY = "nobody"
 
 
-class Death(Record):
+class Death(Record, frozen=True, kw_only=True):
     """How a sandbox ended.
 
     Attributes:
@@ -161,7 +161,7 @@ class Death(Record):
     detail: str = ""
 
 
-class ExecResult(Record):
+class ExecResult(Record, frozen=True, kw_only=True):
     """How a command ended.
 
     Attributes:
@@ -197,7 +197,7 @@ class ExecResult(Record):
         return self.stdout_bytes > len(self.stdout) or self.stderr_bytes > len(self.stderr)
 
 
-class Usage(Record):
+class Usage(Record, frozen=True, kw_only=True):
     """What a sandbox uses now; `None` where this machine does not count it."""
 
     disk_bytes: int | None = None
@@ -209,7 +209,7 @@ class Usage(Record):
     oom_kills: int | None = None
 
 
-class FileInfo(Record):
+class FileInfo(Record, frozen=True, kw_only=True):
     """One entry of a directory; `kind` is `file`, `directory`, `link` or `other`."""
 
     name: str
@@ -219,7 +219,7 @@ class FileInfo(Record):
     modified_s: float
 
 
-class Capabilities(Record):
+class Capabilities(Record, frozen=True, kw_only=True):
     """What a backend can do."""
 
     files_snapshot: bool = False
@@ -238,7 +238,7 @@ class Capabilities(Record):
     max_lifetime_s: float | None = None
 
 
-class SandboxStatus(Record):
+class SandboxStatus(Record, frozen=True, kw_only=True):
     """One sandbox as its provider sees it.
 
     Attributes:

@@ -1,7 +1,7 @@
 """The sweep: removes what owners left behind that were killed. One call, from any process, at any time.
 
-A sandbox dies with its zygote, and the zygote with its owner; so a sweep mostly finds empty groups and records. It does not
-rely on that: it kills the first process and the groups itself, and keeps the record of what would not go.
+A sandbox dies with its zygote, and the zygote with its owner; so a sweep mostly finds empty groups and records. It does
+not rely on that: it kills the first process and the groups itself, and keeps the record of what would not go.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from rollmill.sandboxes.records import Record
 _LOOK_S = 0.01
 
 
-class SweepReport(Record):
+class SweepReport(Record, frozen=True, kw_only=True):
     """What a sweep did.
 
     Attributes:
@@ -55,7 +55,7 @@ def sweep(records: DiskRecords, *, limit_s: float = 10.0) -> SweepReport:
 
 
 def kill_outright(record: DiskRecord) -> None:
-    """Kill a sandbox without its owner: the zygote if it was orphaned too, the first process, whatever is in the groups."""
+    """Kill a sandbox without its owner: an orphaned zygote, the first process, and whatever is in the groups."""
     if record.helper is not None and not is_alive(record.owner):
         _kill(record.helper)
     if record.first_process is not None:

@@ -20,6 +20,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from rollmill.sandboxes.guest import files, jobs
@@ -47,7 +48,7 @@ class Agent:
         self._limits = limits
         self._parser = Parser()
         self._out = bytearray()
-        self._handlers: dict[int, Callable[[int], None]] = {}
+        self._handlers: dict[int, Callable[[int], object]] = {}
         self._poll = select.poll()
         self._jobs: dict[int, Job] = {}
         self._by_pid: dict[int, Job] = {}
@@ -82,7 +83,7 @@ class Agent:
                 job.kill("timeout")
         self._balance()
 
-    def _watch(self, descriptor: int, events: int, handler: Callable[[int], None]) -> None:
+    def _watch(self, descriptor: int, events: int, handler: Callable[[int], object]) -> None:
         self._handlers[descriptor] = handler
         self._poll.register(descriptor, events)
 
@@ -277,10 +278,8 @@ class Agent:
         return goes_on and job.produced[stream] > before
 
     def _on_child(self, _: int) -> None:
-        try:
+        with suppress(BlockingIOError):
             os.read(self._woken, 4096)
-        except BlockingIOError:
-            pass
         while True:
             try:
                 pid, status, used = os.wait4(-1, os.WNOHANG)

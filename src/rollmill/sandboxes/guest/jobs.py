@@ -1,7 +1,8 @@
 """Processes that the agent runs for its owner: how one is started, read, bounded and ended.
 
 A job's output is read until its process ends; what children of it still hold open is then closed, so that a daemon
-cannot keep a call waiting. Beyond the cap output is counted and thrown away, and beyond the hard bound the job is killed.
+cannot keep a call waiting. Beyond the cap output is counted and thrown away, and beyond the hard bound the job is
+killed.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from typing import Any
 from rollmill.sandboxes.guest import kernel
 
 READ_BYTES = 128 * 1024
-DEFAULT_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+EXTRA_PATH = "/opt/rollmill/bin"
+DEFAULT_PATH = f"/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin:{EXTRA_PATH}"
 NOT_FOUND, NOT_EXECUTABLE = 127, 126
 _VICTIM_OOM_SCORE = "500"
 

@@ -1,7 +1,7 @@
 """The system calls that Python does not offer, by ctypes: mounts, clone, capabilities, prctl.
 
-Decides nothing. Every function raises `OSError` that names the call. The C library is called with the interpreter's lock
-held (`PyDLL`), since everything here runs in single-threaded processes and `clone` must not give the lock away.
+Decides nothing. Every function raises `OSError` that names the call. The C library is called with the interpreter's
+lock held (`PyDLL`), since everything here runs in single-threaded processes and `clone` must not give the lock away.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ import os
 import stat
 from typing import Any
 
-from rollmill.sandboxes.guest import kernel
+from rollmill.sandboxes.guest import jobs, kernel
 from rollmill.sandboxes.guest.kernel import MS_BIND, MS_NODEV, MS_NOEXEC, MS_NOSUID, MS_PRIVATE, MS_RDONLY, MS_REC
 
 READ_ONLY = kernel.MOUNT_ATTR_RDONLY | kernel.MOUNT_ATTR_NOSUID | kernel.MOUNT_ATTR_NODEV
@@ -18,7 +18,8 @@ READ_ONLY = kernel.MOUNT_ATTR_RDONLY | kernel.MOUNT_ATTR_NOSUID | kernel.MOUNT_A
 # Any directory that every user can reach; what it held is hidden in this namespace only.
 _BASE = "/tmp"
 _DEVICES = ("null", "zero", "full", "random", "urandom", "tty")
-_DEVICE_LINKS = {"fd": "/proc/self/fd", "stdin": "fd/0", "stdout": "fd/1", "stderr": "fd/2", "ptmx": "pts/ptmx"}
+_DEVICE_LINKS = {"fd": "/proc/self/fd", "stdin": "fd/0", "stdout": "fd/1", "stderr": "fd/2",
+                 "ptmx": "pts/ptmx"}  # fmt: skip
 _READ_ONLY_PROC = ("sys", "sysrq-trigger", "irq", "bus", "fs")
 _MASKED_PROC = ("kcore", "kmsg", "keys", "timer_list", "sched_debug", "latency_stats", "kallsyms", "kpagecount",
                 "kpageflags", "kpagecgroup", "vmallocinfo", "interrupts", "modules", "config.gz", "cmdline")  # fmt: skip
@@ -165,6 +166,9 @@ class _Root:
                 continue
             os.mkdir(f"{root}/{name}")
             self._overlay([f"/{name}"], at=f"{root}/{name}", name=name)
+        if not os.path.exists("/usr/bin/python") and os.path.exists("/usr/bin/python3"):
+            os.makedirs(f"{root}{jobs.EXTRA_PATH}")  # what people type, also where a distribution has only `python3`
+            os.symlink("/usr/bin/python3", f"{root}{jobs.EXTRA_PATH}/python")
         for name in HOST_CONFIGURATION:
             path = os.path.realpath(f"/etc/{name}")
             if os.path.exists(path):

@@ -109,10 +109,14 @@ def _give_up(plan: dict[str, Any], step: _Step) -> list[str]:
 
 def _wait_for_gate(plan: dict[str, Any], gate: socket.socket, agent: socket.socket) -> dict[str, int]:
     kernel.close_all_except((0, 1, 2, gate.fileno(), agent.fileno()))
-    message, descriptors, _, _ = socket.recv_fds(gate, 16, len(plan["trees"]) + 1)
-    if message != GO or len(descriptors) != len(plan["trees"]):
+    expected = plan["entrances"] + len(plan["trees"])
+    message, descriptors, _, _ = socket.recv_fds(gate, 16, expected + 1)
+    if message != GO or len(descriptors) != expected:
         raise OSError(errno.EPIPE, "the zygote ended before this sandbox was set up")
-    return dict(zip(plan["trees"], descriptors, strict=True))
+    for entrance in descriptors[: plan["entrances"]]:
+        os.write(entrance, b"0")  # this process
+        os.close(entrance)
+    return dict(zip(plan["trees"], descriptors[plan["entrances"] :], strict=True))
 
 
 def _silence() -> None:

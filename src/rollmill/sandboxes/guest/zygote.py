@@ -1,8 +1,8 @@
 """The zygote: a tiny process that clones itself into sandboxes, watches them and cleans up after them.
 
-One per provider, single-threaded, and forked from by every sandbox: so it holds nothing worth stealing, and each sandbox
-begins by closing every descriptor. It ends when told to, or when its owner has ended, which it sees by a process
-descriptor rather than by the end of a stream that somebody else may hold open. With it end all its sandboxes.
+One per provider, single-threaded, and forked from by every sandbox: so it holds nothing worth stealing, and each
+sandbox begins by closing every descriptor. It ends when told to, or when its owner has ended, which it sees by a
+process descriptor rather than by the end of a stream that somebody else may hold open. With it end all its sandboxes.
 
     who waits for what
     zygote           an order, the end of its owner, the end of a sandbox, and every 50 ms for groups that still empty
@@ -40,7 +40,7 @@ _NAMESPACES = (
 
 
 class Child(NamedTuple):
-    """A sandbox's first process; the gate stays open, so that its closing means the end of the zygote and nothing else."""
+    """A sandbox's first process; the gate stays open, so that its closing means the end of the zygote."""
 
     sandbox_id: str
     pid: int
@@ -128,28 +128,33 @@ class Zygote:
     def _clone(self, order: dict[str, Any], groups: Groups, agent: socket.socket) -> Child:
         plan = order["plan"]
         _real_paths(plan, mapped=order["id_base"] is not None)
+        entrances = groups.open_entrances()
+        plan["entrances"] = len(entrances)
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        pid = kernel.clone(_NAMESPACES)
+        try:
+            pid = kernel.clone(_NAMESPACES)
+        except OSError:
+            for one in (ours.detach(), theirs.detach(), *entrances):
+                os.close(one)
+            raise
         if pid == 0:
             become_sandbox(plan, agent=agent, gate=theirs)
             os._exit(1)
         theirs.close()
         child = Child(order["id"], pid, os.pidfd_open(pid), groups, order["record"], ours)
         try:
-            groups.add(pid)
             _map_ids(pid, base=order["id_base"])
-            trees = _open_trees(plan, pid)
-            try:
-                socket.send_fds(ours, [GO], trees)
-            finally:
-                for one in trees:
-                    os.close(one)
+            entrances += _open_trees(plan, pid)
+            socket.send_fds(ours, [GO], entrances)
         except OSError:
             signal.pidfd_send_signal(child.descriptor, signal.SIGKILL)
             os.waitpid(pid, 0)
             os.close(child.descriptor)
             ours.close()
             raise
+        finally:
+            for one in entrances:
+                os.close(one)
         return child
 
     def _signal(self, sandbox_id: str, number: int) -> None:
@@ -231,7 +236,7 @@ def _open_trees(plan: dict[str, Any], pid: int) -> list[int]:
 
 
 def main() -> None:
-    """Run as the zygote of the process whose id is the first argument; orders come on the descriptor that the second names."""
+    """Run as the zygote of the process that the first argument names; orders come on the descriptor of the second."""
     kernel.set_name("sandbox-zygote")
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # a Ctrl-C is the owner's business: it quits by message

@@ -1,4 +1,4 @@
-"""Sandboxes from the Linux kernel's own parts: namespaces, overlays, cgroups, seccomp, Landlock. Needs no daemon, no root."""
+"""Sandboxes from the Linux kernel's own parts: namespaces, overlays, cgroups, seccomp, Landlock. No daemon, no root."""
 
 from rollmill.sandboxes.backends.namespaces.provider import NamespaceProvider
 from rollmill.sandboxes.backends.namespaces.settings import NamespaceSettings

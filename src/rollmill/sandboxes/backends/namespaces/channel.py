@@ -1,7 +1,7 @@
 """The owner's side of an agent: requests out, replies in, on the event loop.
 
-What comes in is not trusted: every message is checked for its shape, and output is bounded here too. An agent that talks
-nonsense is reported once, and its sandbox is to be ended.
+What comes in is not trusted: every message is checked for its shape, and output is bounded here too. An agent that
+talks nonsense is reported once, and its sandbox is to be ended.
 """
 
 from __future__ import annotations
@@ -236,8 +236,8 @@ class AgentChannel(asyncio.Protocol):
 def _error(message: _Message) -> SandboxError:
     if message.kind == "exhausted":
         return SandboxExhausted(
-            f"the sandbox is out of something that its limits bound: {message.message}. End processes, remove files, or "
-            "raise the limit."
+            f"the sandbox is out of something that its limits bound: {message.message}. End processes, remove files, "
+            "or raise the limit."
         )
     if message.kind in ("missing", "refused", "not_a_file"):
         return SandboxFileError(message.message)

@@ -38,7 +38,7 @@ from rollmill.sandboxes.backends.namespaces.zygote_link import ZygoteLink
 from rollmill.sandboxes.disk_records import DiskRecord, DiskRecords, ProcessMark, check_id, mark_of
 from rollmill.sandboxes.guest import cgroups
 from rollmill.sandboxes.guest.cgroups import Groups
-from rollmill.sandboxes.isolation import WORDS, IsolationLevel, Protection, known, require
+from rollmill.sandboxes.isolation import WORDS, Protection, known, require
 from rollmill.sandboxes.lifecycle import dead_error, death, explain_end
 from rollmill.sandboxes.records import (
     Capabilities,
@@ -128,8 +128,8 @@ class NamespaceProvider:
         except TimeoutError:
             await self._put_down(sandbox)
             raise SandboxRetryable(
-                f"sandbox {id} did not answer within {self._settings.start_s:g} s and was removed. The machine is overloaded: "
-                "start fewer at a time.",
+                f"sandbox {id} did not answer within {self._settings.start_s:g} s and was removed. The machine is "
+                "overloaded: start fewer at a time.",
                 after_s=_RETRY_AFTER_S,
             ) from None
         except SetupFailed as error:

@@ -200,8 +200,8 @@ class NamespaceSandbox:
             return await asyncio.wait_for(asyncio.shield(self.gone), self._end_s)
         except TimeoutError:
             raise DeadlineExceeded(
-                f"sandbox {self._id} was killed and is not gone after {self._end_s:g} s; the kernel still releases what it "
-                "held, many files or much memory. It goes on; lower limits.inodes if this happens often."
+                f"sandbox {self._id} was killed and is not gone after {self._end_s:g} s; the kernel still releases "
+                "what it held, many files or much memory. It goes on; lower limits.inodes if this happens often."
             ) from None
 
     async def renew(self, lease: Lease) -> None:
@@ -232,7 +232,8 @@ class NamespaceSandbox:
     def _freeze(self, frozen: bool) -> None:
         if not self.groups.freeze(frozen):
             raise SandboxUnsupported(
-                "a sandbox can be paused only where a cgroup v2 hierarchy may be written to; see `rollmill sandbox doctor`",
+                "a sandbox is paused by a cgroup v2 hierarchy that may be written to, and there is none here; see "
+                "`rollmill sandbox doctor`",
                 capability="pause",
             )
 
@@ -343,8 +344,8 @@ class NamespaceSandbox:
         except TimeoutError:
             self.order_end(DeathReason.EXITED)
             raise DeadlineExceeded(
-                f"the agent of sandbox {self._id} did not answer within {limit_s:g} s, and the sandbox is ended. Its processor "
-                "share may be too small for what runs in it (limits.cpus), or the machine is overloaded."
+                f"the agent of sandbox {self._id} did not answer within {limit_s:g} s, and the sandbox is ended. Its "
+                "processor share may be too small for what runs in it (limits.cpus), or the machine is overloaded."
             ) from None
 
     # -- files -------------------------------------------------------------------------------------------------------
@@ -362,7 +363,8 @@ class NamespaceSandbox:
             found += data
             if len(found) > max_bytes:
                 raise SandboxFileError(
-                    f"{path} holds more than {max_bytes} bytes (size {message.size}); read a part of it inside, or raise max_bytes"
+                    f"{path} holds more than {max_bytes} bytes (size {message.size}); raise max_bytes, or read a "
+                    "part of it inside"
                 )
             if not data:
                 return bytes(found)

@@ -17,7 +17,7 @@ IDS_PER_SANDBOX = 65_536
 _LARGEST_ID = 2**31 - 1
 
 
-class NamespaceSettings(Record):
+class NamespaceSettings(Record, frozen=True, kw_only=True):
     """How one provider runs its sandboxes.
 
     Attributes:

@@ -68,8 +68,8 @@ class ZygoteLink:
             ours.close()
             os.close(self._complaint)
             raise SandboxError(
-                f"the zygote could not start under {self._python}: {error}. Name a Python 3.11 or later that this user may "
-                "execute (settings: python)."
+                f"the zygote could not start under {self._python}: {error}. Name a Python 3.11 or later that this user "
+                "may execute (settings: python)."
             ) from error
         finally:
             theirs.close()

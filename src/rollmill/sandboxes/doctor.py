@@ -1,0 +1,104 @@
+"""What protects sandboxes on this machine: found by making one and asking what it really put in place.
+
+Nothing is guessed from versions or files. What failed is told in the words of the step that failed.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+
+from rollmill.errors import RollmillError
+from rollmill.sandboxes.backends.namespaces import NamespaceProvider, NamespaceSettings
+from rollmill.sandboxes.isolation import WORDS, IsolationLevel, Protection, known, level_of
+from rollmill.sandboxes.records import Lease, Record, SandboxSpec
+
+_NOT_OF_THIS_BACKEND = (Protection.OWN_KERNEL, Protection.VIRTUAL_MACHINE)
+
+
+class Finding(Record, frozen=True, kw_only=True):
+    """One protection.
+
+    Attributes:
+        name: as the agent reports it.
+        holds: whether the sandbox that was made has it.
+        meaning: what it does.
+        remedy: how to get it where it is missing.
+    """
+
+    name: str
+    holds: bool
+    meaning: str
+    remedy: str
+
+
+class Diagnosis(Record, frozen=True, kw_only=True):
+    """What works on this machine.
+
+    Attributes:
+        backend: which one was asked.
+        works: whether a sandbox started and ran a program.
+        problem: what went wrong, if it did not.
+        isolation: name of the level reached.
+        findings: every protection that this backend knows.
+        notes: what else to know about this machine.
+    """
+
+    backend: str
+    works: bool
+    problem: str
+    isolation: str
+    findings: tuple[Finding, ...]
+    notes: tuple[str, ...]
+
+
+async def diagnose(settings: NamespaceSettings) -> Diagnosis:
+    """Make a sandbox and look at it."""
+    protections: frozenset[Protection] = frozenset()
+    problem = ""
+    asked = NamespaceSettings(
+        directory=settings.directory,
+        minimum_isolation=IsolationLevel.NONE,
+        id_base=settings.id_base,
+        python=settings.python,
+    )
+    try:
+        async with NamespaceProvider(asked) as provider:
+            lease = Lease(owner="doctor", ttl_s=60.0)
+            sandbox = await provider.create(SandboxSpec(), id=f"doctor-{os.getpid()}", lease=lease)
+            protections = known(sandbox.protections)
+            result = await sandbox.exec(["true"], timeout_s=30.0)
+            if result.exit_code != 0:
+                problem = f"`true` ended with {result.exit_code}: {result.stderr.decode('utf-8', 'replace').strip()}"
+    except RollmillError as error:
+        problem = str(error)
+    return Diagnosis(
+        backend="namespaces",
+        works=not problem,
+        problem=problem,
+        isolation=level_of(protections).name.lower(),
+        findings=tuple(
+            Finding(name=one.value, holds=one in protections, meaning=WORDS[one][0], remedy=WORDS[one][1])
+            for one in Protection
+            if one not in _NOT_OF_THIS_BACKEND
+        ),
+        notes=_notes(settings),
+    )
+
+
+def _notes(settings: NamespaceSettings) -> tuple[str, ...]:
+    notes = [
+        f"Linux {platform.release()} on {platform.machine()}.",
+        "Namespaces share the host's kernel: they do not hold against a fault in it.",
+    ]
+    if os.geteuid() != 0:
+        notes.append(
+            "As a plain user: one user inside (root); files of the host's system directories cannot be changed."
+        )
+        notes.append("As a plain user: your supplementary groups stay with the programs inside.")
+    elif settings.id_base is not None:
+        last = settings.id_base + 65_535
+        notes.append(
+            f"As root: users inside are {settings.id_base} to {last} on the host; these must own nothing there."
+        )
+    return tuple(notes)
