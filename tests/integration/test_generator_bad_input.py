@@ -279,3 +279,17 @@ async def test_a_stream_that_is_cut_is_a_typed_error_and_frees_its_slot():
             await streaming
         await until(client, lambda status: status.running <= 1)
         await cut_off.close()
+
+
+async def test_a_client_notices_that_its_replica_went_silent():
+    repository, _, _ = two_versions()
+    async with service(quick_engine(step_s=0.01), repository) as client, Network(client.address)() as network:
+        async with open_channel(network.address, keepalive_s=0.3, keepalive_timeout_s=0.3) as channel:
+            stream = pb_grpc.PolicyInferenceStub(channel).GenerateStream(
+                message(sampling={"max_new_tokens": 3900}), timeout=60
+            )
+            await stream.read()
+            network.go_silent()
+            got, _, _ = await refused(read_to_the_end(stream))
+        await client.abort("a")
+    assert got == "UNAVAILABLE"

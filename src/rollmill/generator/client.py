@@ -31,16 +31,28 @@ M = TypeVar("M")
 MESSAGE_BYTES = 64 * 1024 * 1024
 
 
-def open_channel(address: str, *, tls: TlsFiles | None = None) -> grpc.aio.Channel:
+def open_channel(
+    address: str, *, tls: TlsFiles | None = None, keepalive_s: float = 30.0, keepalive_timeout_s: float = 10.0
+) -> grpc.aio.Channel:
     """Return a channel to a generator, to be closed by the caller.
+
+    Args:
+        keepalive_s: while calls wait, a connection that was silent for this long is asked whether it lives. A replica
+            takes one such question in 10 s.
+        keepalive_timeout_s: without an answer in this time the connection is given up, and its calls end.
 
     Raises:
         ConfigError: if a TLS file cannot be read.
     """
+    timeout_ms = round(keepalive_timeout_s * 1000)
     options: list[tuple[str, int | str]] = [
         ("grpc.max_send_message_length", MESSAGE_BYTES),
         ("grpc.max_receive_message_length", MESSAGE_BYTES),
         ("grpc.enable_http_proxy", 0),
+        ("grpc.keepalive_time_ms", round(keepalive_s * 1000)),
+        ("grpc.keepalive_timeout_ms", timeout_ms),
+        ("grpc.http2.ping_timeout_ms", timeout_ms),
+        ("grpc.http2.max_pings_without_data", 0),
     ]
     if tls is None:
         return grpc.aio.insecure_channel(address, options=options)

@@ -243,8 +243,8 @@ def server_options(limits: LimitSettings) -> tuple[tuple[str, int], ...]:
         # Without this one, an unanswered ping closes the connection only after a minute.
         ("grpc.http2.ping_timeout_ms", round(limits.keepalive_timeout_s * 1000)),
         ("grpc.keepalive_permit_without_calls", 1),
-        # Clients may ping as often as we do; more is answered with GOAWAY.
-        ("grpc.http2.min_ping_interval_without_data_ms", round(limits.keepalive_s * 500)),
+        # Clients may ping too, ours every 30 s; more often than this is answered with GOAWAY.
+        ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
         ("grpc.http2.max_pings_without_data", 0),
         ("grpc.so_reuseport", 0),
     )
