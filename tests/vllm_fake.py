@@ -56,7 +56,7 @@ class _Request:
 
 
 class FakeVllm:
-    """The server, as `rollmill.generator.engines.vllm.server.Server`.
+    """The server, as `rollmill.generator.engines.vllm.port.Server`.
 
     Attributes:
         seen: method and path of every call, in order.

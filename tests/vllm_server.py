@@ -14,10 +14,11 @@ from rollmill.clock import SystemClock
 from rollmill.config.schema import GeneratorSettings, VllmSettings
 from rollmill.errors import MissingExtraError
 from rollmill.generator.engines.meter import SecondsMeter
-from rollmill.generator.engines.vllm.engine import VllmEngine
+from rollmill.generator.engines.remote.engine import RemoteEngine
+from rollmill.generator.engines.remote.model import ServedModel
+from rollmill.generator.engines.remote.process import ServerProcess
 from rollmill.generator.engines.vllm.environment import find_python
-from rollmill.generator.engines.vllm.server import ServerProcess
-from rollmill.generator.engines.vllm.start import ServedModel, StartedServer, launch
+from rollmill.generator.engines.vllm.start import Launched, bring_up, launch
 
 ENOUGH_MEMORY_BYTES = 6_000_000_000
 """A server with this model takes less than half; what it would take from others is worse."""
@@ -60,47 +61,42 @@ class SharedServer:
             **settings,
         )
         self._model = ServedModel.read(self._folder)
-        self._process: ServerProcess | None = None
+        self._launched: Launched | None = None
         self.log = folder / "server.log"
 
-    def engine(self) -> VllmEngine:
+    def engine(self) -> RemoteEngine:
         """Return a new adapter that serves the old model as version 1; starts the server if none runs."""
         clock = SystemClock()
         meter = SecondsMeter(clock, cause="startup")
-        if self._process is None or self._process.exit_code is not None:
+        if self._launched is None or self._launched.process.exit_code is not None:
             self.stop()
-            self._process = launch(self._folder, self.settings, model=self._model, log=self.log)
-        process, tensors = self._process, tensors_of(self.old)
-        started = StartedServer(
+            self._launched = launch(self._folder, self.settings, model=self._model, log=self.log)
+        process = self._launched.process
+        return bring_up(
             _Kept(process),
+            socket=self._launched.socket,
             settings=self.settings,
-            tensors=tensors,
-            policy_version=1,
-            wait=lambda ready: process.wait_until(ready, deadline_s=400.0, clock=clock),
-        )
-        return VllmEngine(
-            started,
             model=self._model,
-            settings=self.settings,
-            tensors=tensors,
+            tensors=tensors_of(self.old),
             policy_version=1,
             digest="digest-1",
             clock=clock,
             meter=meter,
+            wait=lambda ready: process.wait_until(ready, deadline_s=400.0, clock=clock),
         )
 
     @property
     def process(self) -> ServerProcess:
-        assert self._process is not None
-        return self._process
+        assert self._launched is not None
+        return self._launched.process
 
     def kill(self) -> None:
         os.killpg(self.process.pid, signal.SIGKILL)
 
     def stop(self) -> None:
-        if self._process is not None:
-            self._process.stop(grace_s=10.0)
-            self._process = None
+        if self._launched is not None:
+            self._launched.process.stop(grace_s=10.0)
+            self._launched = None
 
 
 class _Kept:
@@ -108,7 +104,7 @@ class _Kept:
 
     def __init__(self, process: ServerProcess) -> None:
         self._process = process
-        self.pid, self.socket, self.ends = process.pid, process.socket, process.ends
+        self.pid, self.ends = process.pid, process.ends
 
     @property
     def exit_code(self) -> int | None:

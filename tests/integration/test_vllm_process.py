@@ -17,7 +17,10 @@ import pytest
 
 from rollmill.clock import SystemClock
 from rollmill.errors import ConfigError, DeadlineExceeded, EngineDead
-from rollmill.generator.engines.vllm.server import ServerFolder, ServerProcess, listens
+from rollmill.generator.engines.remote.process import ServerProcess
+from rollmill.generator.engines.vllm.plugin import plugin_in, server_folder, socket_in
+from rollmill.generator.engines.vllm.start import MODULE
+from rollmill.generator.engines.vllm.unix_socket import listens
 
 pytestmark = pytest.mark.integration
 
@@ -47,24 +50,30 @@ def stand_in(folder: Path, code: str) -> dict[str, str]:
     return {"PATH": os.environ["PATH"], "PYTHONPATH": str(folder)}
 
 
-def started(folder: Path, code: str) -> ServerProcess:
+def started(folder: Path, code: str) -> tuple[ServerProcess, Path]:
     environment = stand_in(folder, code)
-    place = ServerFolder()
-    environment["PYTHONPATH"] += f":{place.plugin}"
-    return ServerProcess(
-        python=Path(sys.executable), arguments=[str(folder / "told")], environment=environment, folder=place
+    place = server_folder(entry_point="rollmill_file")
+    environment["PYTHONPATH"] += f":{plugin_in(place)}"
+    process = ServerProcess(
+        product="vLLM",
+        section="generator.vllm",
+        python=Path(sys.executable),
+        module=MODULE,
+        arguments=[str(folder / "told")],
+        environment=environment,
+        folder=place,
     )
+    return process, place
 
 
 def test_it_finds_the_plugin_and_is_gone_with_its_children_and_its_folder_when_it_is_stopped(tmp_path):
-    server = started(tmp_path, SLEEPS)
+    server, place = started(tmp_path, SLEEPS)
     told = tmp_path / "told"
     server.wait_until(lambda: told.exists() and told.read_text() != "", deadline_s=20, clock=SystemClock())
     assert told.read_text() == "rollmill_vllm_plugin:register"
     child = psutil.Process(int((tmp_path / "told.child").read_text()))
-    place = server.socket.parent
     assert stat.S_IMODE(place.stat().st_mode) == 0o700
-    assert not listens(server)
+    assert not listens(socket_in(place))
     server.stop(grace_s=5)
     server.stop(grace_s=5)
     psutil.wait_procs([child], timeout=10)
@@ -78,8 +87,8 @@ import sys, time
 sys.path.insert(0, {str(Path(__file__).parent)!r})
 from pathlib import Path
 from test_vllm_process import SLEEPS, started
-server = started(Path({str(tmp_path)!r}), SLEEPS)
-print(server.pid, server.socket.parent, flush=True)
+server, place = started(Path({str(tmp_path)!r}), SLEEPS)
+print(server.pid, place, flush=True)
 time.sleep(60)
 """
     parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
@@ -96,14 +105,14 @@ time.sleep(60)
 
 
 def test_one_that_fails_to_start_is_told_with_its_first_error(tmp_path):
-    server = started(tmp_path, FAILS)
+    server, _ = started(tmp_path, FAILS)
     with pytest.raises(EngineDead, match=r"ended with 1; first error in .*: ValueError: no room for keys and values"):
         server.wait_until(lambda: False, deadline_s=20, clock=SystemClock())
     server.stop(grace_s=1)
 
 
 def test_one_that_takes_too_long_is_told_with_the_end_of_its_log(tmp_path):
-    server = started(tmp_path, "import time; print('waiting for a GPU', flush=True); time.sleep(60)")
+    server, _ = started(tmp_path, "import time; print('waiting for a GPU', flush=True); time.sleep(60)")
     log = server.log
     server.wait_until(lambda: log.stat().st_size > 0, deadline_s=20, clock=SystemClock())
     with pytest.raises(DeadlineExceeded, match=r"start_deadline_s 0.05.*waiting for a GPU"):
@@ -111,8 +120,15 @@ def test_one_that_takes_too_long_is_told_with_the_end_of_its_log(tmp_path):
     server.stop(grace_s=1)
 
 
-def test_an_interpreter_that_cannot_be_started_names_the_command_that_makes_one(tmp_path):
-    place = ServerFolder()
-    with pytest.raises(ConfigError, match="rollmill engine install vllm"):
-        ServerProcess(python=tmp_path / "none", arguments=[], environment={}, folder=place)
-    place.remove()
+def test_an_interpreter_that_cannot_be_started_is_named_with_its_setting(tmp_path):
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(ConfigError, match=r"cannot be started with .*/none.*generator.vllm.python"):
+        ServerProcess(
+            product="vLLM",
+            section="generator.vllm",
+            python=tmp_path / "none",
+            module=MODULE,
+            arguments=[],
+            environment={},
+            folder=tmp_path / "folder",
+        )

@@ -23,7 +23,7 @@ from generator_builders import (
     tensors_of,
 )
 from rollmill.errors import EngineDead, EngineError
-from rollmill.generator.engines.vllm.engine import VllmEngine
+from rollmill.generator.engines.remote.engine import RemoteEngine
 from rollmill.types import SamplingParams, TokenChunk, Turn
 from rollmill.weights.tensorfile import TensorsInFile
 from vllm_server import SharedServer, why_not
@@ -42,7 +42,7 @@ def server(tmp_path_factory) -> Iterator[SharedServer]:
     shared.stop()
 
 
-async def running(engine: VllmEngine, prompt: list[int], *, tokens: int = 4) -> asyncio.Task[Turn]:
+async def running(engine: RemoteEngine, prompt: list[int], *, tokens: int = 4) -> asyncio.Task[Turn]:
     """Start a long request and return when it has some tokens."""
     enough = asyncio.Event()
 
@@ -56,7 +56,7 @@ async def running(engine: VllmEngine, prompt: list[int], *, tokens: int = 4) -> 
     return task
 
 
-async def load_new(engine: VllmEngine, server: SharedServer, *, kv: Any) -> None:
+async def load_new(engine: RemoteEngine, server: SharedServer, *, kv: Any) -> None:
     await engine.pause("keep")
     await engine.update(tensors_of(server.new), policy_version=2, digest="digest-2", kv=kv)
 
@@ -125,7 +125,7 @@ async def test_a_file_that_cannot_be_read_makes_it_dirty_and_the_old_version_can
     gone = TensorsInFile(tensors_of(server.new), path=tmp_path / "gone.safetensors")
     task = await running(engine, prompt_of(9))
     await engine.pause("keep")
-    with pytest.raises(EngineError, match="half way"):
+    with pytest.raises(EngineError, match="version 2 failed"):
         await engine.update(gone, policy_version=2, digest="digest-2", kv="keep")
     assert {span.policy_version for span in (await task).version_spans} == {1}
     assert not engine.healthy()

@@ -164,7 +164,7 @@ def _starter(kind: Literal["vllm", "sglang"]) -> Callable[..., Engine]:
             from rollmill.generator.engines.sglang.start import start_sglang
 
             return start_sglang
-        from rollmill.generator.engines.vllm.engine import start_vllm
+        from rollmill.generator.engines.vllm.start import start_vllm
     except ModuleNotFoundError as error:
         raise MissingExtraError(
             package=error.name or "httpx2", purpose=f'generator.engine "{kind}"', extra=kind

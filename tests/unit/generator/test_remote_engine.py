@@ -17,7 +17,7 @@ from rollmill.generator.engines.protocol import KvPolicy
 from rollmill.generator.engines.remote.engine import RemoteEngine, Traits
 from rollmill.generator.engines.remote.port import Delta, Figures
 from rollmill.generator.engines.remote.requests import Live
-from rollmill.generator.engines.vllm.transfer import Spool
+from rollmill.generator.engines.remote.transfer import Spool
 from rollmill.types import GenerateRequest, SamplingParams, StopReason, TokenChunk, VersionSpan
 
 WEIGHTS = {"a": torch.zeros(3)}

@@ -11,10 +11,10 @@ import pytest
 from rollmill.config.load import load_config
 from rollmill.config.schema import GeneratorSettings, SglangSettings
 from rollmill.errors import ConfigError, ModelError
+from rollmill.generator.engines.remote.model import ServedModel
 from rollmill.generator.engines.settings import KvShape
 from rollmill.generator.engines.sglang.arguments import sglang_arguments, sglang_environment
 from rollmill.generator.engines.sglang.start import find_python, traits_of, write_key, write_model
-from rollmill.generator.engines.vllm.start import ServedModel
 
 KV = KvShape(layers=2, kv_heads=1, head_dim=32)  # 512 bytes a token in float32
 MODEL = ServedModel(name="tiny", vocabulary_size=96, max_positions=160, kv=KV)

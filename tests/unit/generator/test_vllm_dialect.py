@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from rollmill.errors import EngineError
+from rollmill.generator.engines.remote.logs import first_error
 from rollmill.generator.engines.vllm.dialect import read_delta, read_error, read_metrics, read_reply, read_scores
-from rollmill.generator.engines.vllm.server import first_error
 from rollmill.types import StopReason
 
 
@@ -75,12 +75,17 @@ def test_a_stream_is_read_piece_by_piece_and_its_spans_cover_all_pieces():
     first = json.loads(reply(finish_reason=None, weight_versions=None))
     piece = read_delta(f"data: {json.dumps(first)}", server_id="7", n_before=0)
     assert piece is not None
-    assert (piece.output_ids.tolist(), piece.finished) == ([3, 4], None)
+    assert (piece.output_ids.tolist(), piece.reason, piece.record) == ([3, 4], None, None)
     last = json.loads(reply(weight_versions=[{"version": "5", "start": 0, "end": 4}]))
     end = read_delta(f"data: {json.dumps(last)}", server_id="7", n_before=2)
     assert end is not None
-    assert end.finished is not None
-    assert end.finished[1][0].end_token == 4
+    assert end.reason is StopReason.STOP
+    assert end.record is not None
+    assert end.record[0].end_token == 4
+    usage = {"choices": [], "usage": {"prompt_tokens_details": {"cached_tokens": 32}}}
+    cached = read_delta(f"data: {json.dumps(usage)}", server_id="7", n_before=4)
+    assert cached is not None
+    assert (len(cached.output_ids), cached.cached_tokens) == (0, 32)
     assert read_delta("data: [DONE]", server_id="7", n_before=4) is None
     assert read_delta("", server_id="7", n_before=4) is None
     with pytest.raises(EngineError, match="engine died"):

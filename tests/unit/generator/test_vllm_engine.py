@@ -15,8 +15,8 @@ from rollmill.clock import SystemClock
 from rollmill.config.schema import GeneratorSettings, VllmSettings
 from rollmill.errors import DataError, DeadlineExceeded, EngineDead, EngineError, WeightError, WeightMismatch
 from rollmill.generator.engines.meter import SecondsMeter
-from rollmill.generator.engines.vllm.engine import VllmEngine
-from rollmill.generator.engines.vllm.start import ServedModel, StartedServer
+from rollmill.generator.engines.remote.model import ServedModel
+from rollmill.generator.engines.vllm.start import bring_up
 from rollmill.types import GenerateRequest, SamplingParams, StopReason, TokenChunk, Turn, Wave
 from rollmill.weights.tensorfile import TensorsInFile, write_tensors
 from vllm_fake import VOCABULARY, FakeVllm, logprob_of
@@ -51,19 +51,18 @@ class World:
             max_model_len=MAX_LEN,
             vllm=VllmSettings(control_deadline_s=control_deadline_s, load_poll_s=60.0),
         )
-        started = StartedServer(
-            self.server, settings=settings, tensors=weights(1.0), policy_version=1, wait=lambda ready: None
-        )
         clock = SystemClock()
-        self.engine = VllmEngine(
-            started,
-            model=MODEL,
+        self.engine = bring_up(
+            self.server,
+            socket=self.server.socket,
             settings=settings,
+            model=MODEL,
             tensors=weights(1.0),
             policy_version=1,
             digest="digest-1",
             clock=clock,
             meter=SecondsMeter(clock, cause="startup"),
+            wait=lambda ready: None,
         )
         self.server.seen.clear()
 
@@ -212,7 +211,7 @@ async def test_a_failed_update_leaves_the_engine_dirty_and_ends_requests_with_wh
     task = await world.at(asked("a", max_new_tokens=10), 4)
     await world.engine.pause("keep")
     world.server.fail["/update_weights"] = 500
-    with pytest.raises(EngineError, match=r"failed half way.*told to refuse /update_weights"):
+    with pytest.raises(EngineError, match=r"version 2 failed: .*told to refuse /update_weights"):
         await world.update()
     assert world.spans(await task) == [(0, 4, 1)]
     assert (world.engine.healthy(), world.engine.info().policy_version) == (False, 1)
@@ -235,7 +234,7 @@ async def test_the_old_version_can_be_loaded_again_after_a_failed_update(world):
 async def test_an_error_reply_to_the_last_phase_is_not_taken_for_no_change(world):
     await world.engine.pause("keep")
     world.server.fail["/finish_weight_update"] = 500
-    with pytest.raises(EngineError, match="half way"):
+    with pytest.raises(EngineError, match="version 2 failed"):
         await world.update()
     assert not world.engine.healthy()
 
@@ -288,7 +287,7 @@ async def test_weights_made_ready_are_written_once_and_their_file_goes_when_they
     tensors = weights(2.0)
     await world.engine.stage(tensors, policy_version=2)
     assert world.engine.info().policy_version == 1
-    spool = world.engine._started.spool
+    spool = world.engine._spool
     path = spool.ready(tensors, policy_version=2)
     assert path is not None
     await world.engine.pause("keep")
@@ -382,7 +381,7 @@ async def test_a_death_fails_all_requests_with_the_first_error_of_the_log(world,
     tasks = [await world.at(asked("a", max_new_tokens=50), 2)]
     tasks.append(asyncio.ensure_future(world.engine.generate(asked("b", max_new_tokens=50))))
     world.server.die("ValueError: no room", half=half)
-    world.engine._watch.look()
+    world.engine._port.look()
     for task in tasks:
         with pytest.raises(EngineDead, match="ValueError: no room") as died:
             await task

@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 
 from rollmill.errors import EngineError, LengthMismatch
+from rollmill.generator.engines.remote.port import Delta
 from rollmill.types import GenerateRequest, StopReason, VersionSpan, check_spans
 
 SERVER_PREFIX = "generate-tokens-"
@@ -27,26 +28,27 @@ _REASONS = {"stop": StopReason.STOP, "length": StopReason.LENGTH, "abort": StopR
 _SEED_BITS = (1 << 63) - 1
 
 
+GENERATE = "/inference/v1/generate"
+HEALTH = "/health"
+METRICS = "/metrics"
+
+
 class Step(msgspec.Struct, frozen=True, kw_only=True):
     """One control call."""
 
     path: str
     body: dict[str, Any] | None = None
     parameters: dict[str, str] | None = None
+    method: str = "POST"
 
 
-PAUSE_KEEP = Step(path="/pause", parameters={"mode": "keep", "clear_cache": "false"})
+PAUSE = Step(path="/pause", parameters={"mode": "keep", "clear_cache": "false"})
 """Freezes what runs, with its KV. Returns when no token can be produced."""
-PAUSE_ABORT = Step(path="/pause", parameters={"mode": "abort", "clear_cache": "false"})
-"""Ends what runs with what it has."""
 FORGET_KV = Step(path="/pause", parameters={"mode": "keep", "clear_cache": "true"})
 """In a pause: throws all KV away; what is frozen is computed anew, under the weights of then, when it goes on."""
 RESUME = Step(path="/resume")
-METRICS = Step(path="/metrics")
-"""GET."""
-ABORT_ALL = Step(path="/abort_requests", body={})
-WHICH_VERSION = Step(path="/weight_info")
-"""GET. Goes through the same queue as an abort, and is answered after it was carried out."""
+WHICH_VERSION = Step(path="/weight_info", method="GET")
+"""Goes through the same queue as an abort, and is answered after it was carried out."""
 
 
 def abort_step(server_id: str) -> Step:
@@ -63,10 +65,15 @@ def update_steps(path: str, *, policy_version: int) -> tuple[Step, ...]:
     )
 
 
+def end_half_done_step() -> Step:
+    """Return the call that ends an update that was begun and not finished, so that another can begin."""
+    return Step(path="/finish_weight_update", body={"weight_version": "half done"})
+
+
 def first_steps(path: str, *, policy_version: int) -> tuple[Step, ...]:
     """Return the calls after which a server that was just started serves these weights."""
     connect = Step(path="/init_weight_transfer_engine", body={"init_info": {}})
-    return (connect, PAUSE_KEEP, *update_steps(path, policy_version=policy_version), RESUME)
+    return (connect, PAUSE, *update_steps(path, policy_version=policy_version), RESUME)
 
 
 def read_version(body: bytes) -> str:
@@ -78,7 +85,7 @@ def read_version(body: bytes) -> str:
 
 
 class Reply(msgspec.Struct, frozen=True, kw_only=True):
-    """A finished generation as the server tells it.
+    """A whole generation, of a request that was not streamed.
 
     Attributes:
         output_ids: int32 [output_tokens].
@@ -93,20 +100,6 @@ class Reply(msgspec.Struct, frozen=True, kw_only=True):
     spans: tuple[VersionSpan, ...]
     reason: StopReason
     cached_tokens: int
-
-
-class Delta(msgspec.Struct, frozen=True, kw_only=True):
-    """A piece of a streamed generation.
-
-    Attributes:
-        finished: of the last piece with tokens: why it ended, and the spans of the whole output.
-        cached_tokens: of the very last piece, which has no tokens.
-    """
-
-    output_ids: np.ndarray
-    logprobs: np.ndarray
-    finished: tuple[StopReason, tuple[VersionSpan, ...]] | None = None
-    cached_tokens: int | None = None
 
 
 class Metrics(msgspec.Struct, frozen=True, kw_only=True):
@@ -127,19 +120,16 @@ class Metrics(msgspec.Struct, frozen=True, kw_only=True):
     preemptions: int = 0
 
 
-def generate_body(
-    request: GenerateRequest, *, server_id: str, max_tokens: int, salt: str, stream: bool
-) -> dict[str, Any]:
+def generate_body(request: GenerateRequest, *, server_id: str, max_tokens: int, salt: str) -> dict[str, Any]:
     """Return the body of a generation request.
 
     Args:
-        server_id: the id that the server knows it by; of one length for all, so that no id begins with another.
+        server_id: the id that the server knows it by.
         max_tokens: cap of the output, with the context taken into account.
         salt: separates prefix caches: a request never hits KV that was made under another one.
-        stream: whether tokens are wanted as they come.
     """
     sampling = request.sampling
-    body: dict[str, Any] = {
+    return {
         "request_id": server_id,
         "token_ids": np.asarray(request.prompt_ids).tolist(),
         "sampling_params": {
@@ -155,11 +145,9 @@ def generate_body(
             "detokenize": False,
         },
         "cache_salt": salt,
-        "stream": stream,
+        "stream": True,
+        "stream_options": {"include_usage": True},
     }
-    if stream:
-        body["stream_options"] = {"include_usage": True}
-    return body
 
 
 def score_body(token_ids: Sequence[int], *, server_id: str, salt: str) -> dict[str, Any]:
@@ -217,6 +205,8 @@ def read_reply(body: bytes, *, server_id: str) -> Reply:
 def read_delta(line: str, *, server_id: str, n_before: int) -> Delta | None:
     """Return the piece that a line of a stream holds; `None` for a line without one.
 
+    The last piece of an output has its reason; one without tokens follows, that tells what was found in the cache.
+
     Args:
         n_before: tokens of the pieces before it.
 
@@ -231,21 +221,17 @@ def read_delta(line: str, *, server_id: str, n_before: int) -> Delta | None:
         if "error" in data:
             raise EngineError(f"request {server_id} failed inside the server: {data['error']}")
         if not data["choices"]:
-            nothing = np.empty(0)
-            return Delta(
-                output_ids=nothing.astype(np.int32),
-                logprobs=nothing.astype(np.float32),
-                cached_tokens=_cached(data.get("usage")),
-            )
+            ids, logprobs = _tokens({"token_ids": [], "logprobs": None}, server_id=server_id)
+            return Delta(output_ids=ids, logprobs=logprobs, cached_tokens=_cached(data.get("usage")))
         (choice,) = data["choices"]
         ids, logprobs = _tokens(choice, server_id=server_id)
-        finished = None
-        if choice["finish_reason"] is not None:
-            spans = _spans(choice.get("weight_versions"), n_tokens=n_before + len(ids), server_id=server_id)
-            finished = (_reason(choice["finish_reason"], server_id=server_id), spans)
+        if choice["finish_reason"] is None:
+            return Delta(output_ids=ids, logprobs=logprobs)
+        record = _spans(choice.get("weight_versions"), n_tokens=n_before + len(ids), server_id=server_id)
+        reason = _reason(choice["finish_reason"], server_id=server_id)
+        return Delta(output_ids=ids, logprobs=logprobs, reason=reason, record=record)
     except (ValueError, KeyError, TypeError) as error:
         raise _not_understood(server_id, text.encode(), error) from error
-    return Delta(output_ids=ids, logprobs=logprobs, finished=finished)
 
 
 def read_scores(body: bytes, *, token_ids: Sequence[int], server_id: str) -> np.ndarray:

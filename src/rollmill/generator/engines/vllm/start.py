@@ -1,4 +1,4 @@
-"""From settings to a vLLM server that serves the first weights, ready for requests.
+"""From settings to a vLLM server that serves the first weights, behind the engine protocol.
 
 Blocks: for the start of a process, before its event loop. The server is started without weights of its own; the first
 ones come the way that all others do, so that what is served is what was published.
@@ -7,141 +7,229 @@ ones come the way that all others do, so that what is served is what was publish
 from __future__ import annotations
 
 import contextlib
-import json
 import os
+import shutil
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import httpx2 as httpx
-import msgspec
 
 from rollmill.clock import Clock
+from rollmill.config.precision import resolve_dtype
 from rollmill.config.schema import GeneratorSettings
-from rollmill.errors import DeadlineExceeded, EngineDead, EngineError, ModelError
-from rollmill.generator.engines.settings import KvShape, vllm_arguments, vllm_environment
+from rollmill.errors import DeadlineExceeded, EngineDead, EngineError
+from rollmill.generator.engines.meter import SecondsMeter
+from rollmill.generator.engines.remote.engine import RemoteEngine, Traits
+from rollmill.generator.engines.remote.model import ServedModel
+from rollmill.generator.engines.remote.process import ServerProcess
+from rollmill.generator.engines.remote.transfer import Spool
+from rollmill.generator.engines.settings import TRANSPORT, kv_dtype_bytes, vllm_arguments, vllm_environment
 from rollmill.generator.engines.vllm.dialect import (
-    Metrics,
+    GENERATE,
+    HEALTH,
     Step,
     first_steps,
     read_error,
-    read_metrics,
     read_reply,
     warm_up_body,
 )
 from rollmill.generator.engines.vllm.environment import device_of, find_python
-from rollmill.generator.engines.vllm.server import Server, ServerFolder, ServerProcess, listens
-from rollmill.generator.engines.vllm.transfer import Spool
+from rollmill.generator.engines.vllm.plugin import plugin_in, server_folder, socket_in
+from rollmill.generator.engines.vllm.port import PRODUCT, SECTION, Server, VllmPort
+from rollmill.generator.engines.vllm.unix_socket import client_of, listens
 
 if TYPE_CHECKING:
     import torch
+
+MODULE = "vllm.entrypoints.openai.api_server"
+"""Not the command `vllm`: the CPU build is another distribution, and the command asks for the one called vllm."""
+
+CAPABILITIES = (
+    "abort",
+    "canary",
+    "kv_keep",
+    "kv_recompute",
+    "pause_abort",
+    "pause_drain",
+    "pause_keep",
+    "score",
+    "seed",
+    "stage",
+    "streaming",
+    "top_k",
+    "top_p",
+    "version_spans",
+)
 
 _STOP_GRACE_S = 10.0
 _LOOK_TIMEOUT_S = 5.0
 
 
-class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
-    """What a model's `config.json` says.
+def start_vllm(
+    path: str | Path,
+    *,
+    settings: GeneratorSettings,
+    tensors: Mapping[str, torch.Tensor],
+    policy_version: int,
+    digest: str,
+    clock: Clock,
+    log: Path | None = None,
+) -> RemoteEngine:
+    """Return an engine whose server serves these weights. Blocks until it does: half a minute and more.
 
-    Attributes:
-        kv: `None` where it does not say.
+    Args:
+        path: local Hugging Face directory; only its configuration is read.
+        settings: of the generator.
+        tensors: the first weights.
+        policy_version: their publication number.
+        digest: their digest.
+        clock: deadlines, timings and the seconds ledger.
+        log: file for what the server prints; in a folder that goes with it if `None`.
+
+    Raises:
+        MissingExtraError: if there is no environment with vLLM.
+        ConfigError: if the environment or a setting cannot be used.
+        ModelError: if the model's configuration says too little.
+        EngineError: if the server does not start, with its first error.
+        DeadlineExceeded: if it takes too long.
+        WeightError: if the weights cannot be handed over.
     """
-
-    name: str
-    vocabulary_size: int
-    max_positions: int
-    kv: KvShape | None
-
-    @classmethod
-    def read(cls, path: str | Path) -> ServedModel:
-        """Read it.
-
-        Raises:
-            ModelError: if the file is missing or says too little.
-        """
-        file = Path(path) / "config.json"
-        try:
-            config: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-            vocabulary, positions = int(config["vocab_size"]), int(config["max_position_embeddings"])
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ModelError(
-                f"{file} does not say the sizes of vocabulary and context ({error!r}); give a prepared model"
-            ) from error
-        kv = None
-        with contextlib.suppress(ModelError):  # then the server is told or decides
-            kv = KvShape.of(config, where=str(file))
-        return cls(name=Path(path).name, vocabulary_size=vocabulary, max_positions=positions, kv=kv)
+    meter = SecondsMeter(clock, cause="startup")
+    model = ServedModel.read(path)
+    settings = settings.model_copy(update={"max_model_len": min(settings.max_model_len, model.max_positions)})
+    launched = launch(path, settings, model=model, log=log)
+    deadline_s = settings.vllm.start_deadline_s
+    return bring_up(
+        launched.process,
+        socket=launched.socket,
+        settings=settings,
+        model=model,
+        tensors=tensors,
+        policy_version=policy_version,
+        digest=digest,
+        clock=clock,
+        meter=meter,
+        wait=lambda ready: launched.process.wait_until(ready, deadline_s=deadline_s, clock=clock),
+    )
 
 
-def client_of(server: Server, *, timeout_s: float) -> httpx.Client:
-    """Return a blocking client of a server, for one thread."""
-    # No certificates are loaded: nothing is encrypted on a socket of this user's own. And no connection is used twice:
-    # the server closes one after an error, and a call that is sent at that moment would be lost.
-    limits = httpx.Limits(max_keepalive_connections=0)
-    transport = httpx.HTTPTransport(uds=str(server.socket), verify=False, limits=limits)
-    return httpx.Client(transport=transport, base_url="http://vllm", timeout=timeout_s)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launched:
+    """A server process that may not be ready yet."""
+
+    process: ServerProcess
+    socket: Path
 
 
-def launch(path: str | Path, settings: GeneratorSettings, *, model: ServedModel, log: Path | None) -> ServerProcess:
+def launch(path: str | Path, settings: GeneratorSettings, *, model: ServedModel, log: Path | None) -> Launched:
     """Start the server process; it is not ready yet.
+
+    Args:
+        settings: with `max_model_len` that the model can do.
 
     Raises:
         ConfigError: if its environment or a setting cannot be used.
         MissingExtraError: if there is no environment; names the command that makes it.
     """
     python = find_python(settings.vllm.python)
-    folder = ServerFolder()
+    folder = server_folder(entry_point=TRANSPORT)
+    socket = socket_in(folder)
     try:
-        arguments = vllm_arguments(
-            settings, model=str(path), socket=str(folder.socket), device=device_of(python), kv=model.kv
+        arguments = vllm_arguments(settings, model=str(path), socket=str(socket), device=device_of(python), kv=model.kv)
+        process = ServerProcess(
+            product=PRODUCT,
+            section=SECTION,
+            python=python,
+            module=MODULE,
+            arguments=arguments,
+            environment=vllm_environment(settings, base=os.environ, plugin=str(plugin_in(folder))),
+            folder=folder,
+            log=log,
         )
-        environment = vllm_environment(settings, base=os.environ, plugin=str(folder.plugin))
-        return ServerProcess(python=python, arguments=arguments, environment=environment, folder=folder, log=log)
     except BaseException:
-        folder.remove()
+        shutil.rmtree(folder, ignore_errors=True)
         raise
+    return Launched(process=process, socket=socket)
 
 
 def bring_up(
     server: Server,
     *,
+    socket: Path,
     settings: GeneratorSettings,
+    model: ServedModel,
     tensors: Mapping[str, torch.Tensor],
     policy_version: int,
-    spool: Spool,
+    digest: str,
+    clock: Clock,
+    meter: SecondsMeter,
     wait: Callable[[Callable[[], bool]], None],
-) -> Metrics:
-    """Have a server that was just started load its first weights and answer a first request; return its counters.
+) -> RemoteEngine:
+    """Return an engine of a server that was just started, once it answers; the server is stopped if that fails.
 
     Args:
+        settings: with `max_model_len` that the model can do.
         wait: returns when what it is given returns true; raises if the server ends or takes too long.
-
-    Raises:
-        EngineError: if the server refuses; `EngineDead` if it ended.
-        DeadlineExceeded: if it took too long.
-        WeightError: if the weights cannot be handed over.
     """
-    with client_of(server, timeout_s=_LOOK_TIMEOUT_S) as client:
-        wait(lambda: listens(server) and _answers(client))
-    with client_of(server, timeout_s=settings.vllm.start_deadline_s) as client:
-        path = spool.write(tensors, policy_version=policy_version)
-        for step in first_steps(str(path), policy_version=policy_version):
-            _post(client, step, server=server)
+    spool = Spool()
+    try:
+        with client_of(socket, timeout_s=_LOOK_TIMEOUT_S) as client:
+            wait(lambda: listens(socket) and _answers(client))
+        with client_of(socket, timeout_s=settings.vllm.start_deadline_s) as client:
+            path = spool.write(tensors, policy_version=policy_version)
+            for step in first_steps(str(path), policy_version=policy_version):
+                _post(client, step, server=server)
+            _warm_up(client, server=server, policy_version=policy_version)
         spool.empty()
-        # The first log-probs compile a helper: seconds that no caller's deadline should pay for.
-        body = warm_up_body()
-        reply = read_reply(_post(client, Step(path="/inference/v1/generate", body=body), server=server), server_id="0")
-        served = {span.policy_version for span in reply.spans}
-        if served != {policy_version}:
-            raise EngineError(f"the vLLM server labels what it samples {served}, not {policy_version}; see its log")
-        return read_metrics(client.get("/metrics").text)
+        port = VllmPort(server, socket=socket, settings=settings.vllm, grace_s=_STOP_GRACE_S)
+    except BaseException:
+        server.stop(grace_s=_STOP_GRACE_S)
+        spool.close()
+        raise
+    return RemoteEngine(
+        port,
+        traits=traits_of(settings, model=model),
+        tensors=tensors,
+        policy_version=policy_version,
+        digest=digest,
+        spool=spool,
+        clock=clock,
+        meter=meter,
+    )
+
+
+def traits_of(settings: GeneratorSettings, *, model: ServedModel) -> Traits:
+    """Return what a vLLM engine with these settings is."""
+    return Traits(
+        kind="vllm",
+        product=PRODUCT,
+        model=model.name,
+        dtype=resolve_dtype(settings.dtype),
+        vocabulary_size=model.vocabulary_size,
+        max_model_len=settings.max_model_len,
+        max_num_seqs=settings.max_num_seqs,
+        kv_bytes_per_token=(0 if model.kv is None else model.kv.bytes_per_token(dtype_bytes=kv_dtype_bytes(settings))),
+        capabilities=(*CAPABILITIES, "prefix_cache") if settings.enable_prefix_caching else CAPABILITIES,
+        # Members find the first one's blocks even in the same step.
+        waits_for_siblings=False,
+        patience_s=settings.vllm.control_deadline_s,
+    )
 
 
 def _answers(client: httpx.Client) -> bool:
-    try:
-        return client.get("/health").status_code == httpx.codes.OK
-    except httpx.TransportError:  # it listens, and is not ready
-        return False
+    with contextlib.suppress(httpx.TransportError):  # it listens, and is not ready
+        return client.get(HEALTH).status_code == httpx.codes.OK
+    return False
+
+
+def _warm_up(client: httpx.Client, *, server: Server, policy_version: int) -> None:
+    """Have it answer a request: the first log-probs compile a helper, which no caller's deadline should pay for."""
+    reply = read_reply(_post(client, Step(path=GENERATE, body=warm_up_body()), server=server), server_id="0")
+    served = {span.policy_version for span in reply.spans}
+    if served != {policy_version}:
+        raise EngineError(f"the vLLM server labels what it samples {served}, not {policy_version}; see its log")
 
 
 def _post(client: httpx.Client, step: Step, *, server: Server) -> bytes:
@@ -160,69 +248,3 @@ def _post(client: httpx.Client, step: Step, *, server: Server) -> bytes:
             f"{server.last_words()}"
         )
     return reply.content
-
-
-class StartedServer:
-    """A server that serves its first weights, with what its engine needs of it.
-
-    Args:
-        server: started, perhaps not ready.
-        settings: with `max_model_len` that the model can do.
-        tensors: the first weights.
-        policy_version: their publication number.
-
-    Attributes:
-        before: its counters before the first caller came.
-
-    Raises:
-        EngineError: as `bring_up` does; the server is stopped then.
-    """
-
-    def __init__(
-        self,
-        server: Server,
-        *,
-        settings: GeneratorSettings,
-        tensors: Mapping[str, torch.Tensor],
-        policy_version: int,
-        wait: Callable[[Callable[[], bool]], None],
-    ) -> None:
-        self.server = server
-        self.spool = Spool()
-        try:
-            self.before = bring_up(
-                server,
-                settings=settings,
-                tensors=tensors,
-                policy_version=policy_version,
-                spool=self.spool,
-                wait=wait,
-            )
-        except BaseException:
-            self.stop()
-            raise
-
-    @classmethod
-    def launched(
-        cls,
-        path: str | Path,
-        *,
-        settings: GeneratorSettings,
-        model: ServedModel,
-        tensors: Mapping[str, torch.Tensor],
-        policy_version: int,
-        log: Path | None,
-        clock: Clock,
-    ) -> StartedServer:
-        """Start a server process and bring it up."""
-        server = launch(path, settings, model=model, log=log)
-
-        def wait(ready: Callable[[], bool]) -> None:
-            server.wait_until(ready, deadline_s=settings.vllm.start_deadline_s, clock=clock)
-
-        return cls(server, settings=settings, tensors=tensors, policy_version=policy_version, wait=wait)
-
-    def stop(self) -> None:
-        """End it; blocks; idempotent."""
-        self.server.stop(grace_s=_STOP_GRACE_S)
-        self.spool.close()
