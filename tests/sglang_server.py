@@ -15,12 +15,12 @@ from rollmill.clock import SystemClock
 from rollmill.config.schema import GeneratorSettings, SglangSettings
 from rollmill.generator.engines.meter import SecondsMeter
 from rollmill.generator.engines.remote.engine import RemoteEngine
+from rollmill.generator.engines.remote.model import ServedModel
 from rollmill.generator.engines.remote.process import ServerProcess
+from rollmill.generator.engines.remote.transfer import Spool
 from rollmill.generator.engines.sglang.dialect import ABORT, CONTINUE, PAUSE, UPDATE, update_body
 from rollmill.generator.engines.sglang.port import linked_folder
 from rollmill.generator.engines.sglang.start import Launched, bring_up, launch
-from rollmill.generator.engines.vllm.start import ServedModel
-from rollmill.generator.engines.vllm.transfer import Spool
 
 ENOUGH_MEMORY_BYTES = 6_000_000_000
 """A server with this model takes a third; what it would take from others is worse."""
