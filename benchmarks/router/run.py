@@ -5,8 +5,8 @@
 
 The whole path: clients, router and replicas are processes of their own on one machine; the CPU is that of the router's
 process. A bare proxy of the same gRPC library, which decides nothing, takes turns with it: that is what gRPC alone
-costs. Writes `result.json` beside this file: machine, settings, runs, and `ratios` (medians; larger is better): the goal of
-0.3 ms over the CPU of a request, and the bare proxy's over the router's.
+costs. Writes `result.json` beside this file: machine, settings, runs, and `ratios` (medians; larger is better), for
+example the goal of 0.3 ms over the CPU of a request, and the bare proxy's CPU over the router's.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ import os
 import signal
 import subprocess
 import sys
+import urllib.request
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -73,6 +74,10 @@ class Replicas:
                 await asyncio.sleep(0.02)
         return address
 
+    @property
+    def addresses(self) -> list[str]:
+        return list(self._processes)
+
     def kill(self, address: str) -> None:
         process = self._processes.pop(address)
         os.kill(process.pid, signal.SIGKILL)
@@ -89,6 +94,19 @@ def replicas(tmp_path: Path) -> Iterator[Replicas]:
     found = Replicas(tmp_path)
     yield found
     found.end()
+
+
+@pytest.fixture(scope="module")
+def shared_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Replicas]:
+    found = Replicas(tmp_path_factory.mktemp("shared"))
+    yield found
+    found.end()
+
+
+@pytest.fixture
+async def two(shared_process: Replicas) -> list[str]:
+    """Two replicas that all tests share which leave them as they were."""
+    return shared_process.addresses or await shared_process.start(2, step_s=0.02)
 
 
 class Router:
@@ -260,9 +278,8 @@ async def test_an_update_rolls_over_the_replicas_one_by_one_and_reports_each(rep
         assert turn.version_spans[0].policy_version == 2
 
 
-async def test_an_unknown_version_is_the_replicas_own_error_and_all_serve_on(replicas):
-    addresses = await replicas.start(2)
-    async with routing(addresses) as router:
+async def test_an_unknown_version_is_the_replicas_own_error_and_all_serve_on(two):
+    async with routing(two) as router:
         await router.until_serving(2)
         with pytest.raises(WeightError, match="policy version 99 is unknown"):
             await router.client.load_weights(99, deadline_s=20)
@@ -308,9 +325,8 @@ async def test_what_a_draining_replica_does_not_finish_goes_on_elsewhere(replica
 # -- the face
 
 
-async def test_every_call_of_the_service_is_answered(replicas):
-    addresses = await replicas.start(2, step_s=0.02)
-    async with routing(addresses) as router:
+async def test_every_call_of_the_service_is_answered(two):
+    async with routing(two) as router:
         await router.until_serving(2)
         client = router.client
         scored = await client.score(np.array([1, 2, 3]))
@@ -346,10 +362,9 @@ async def test_health_follows_the_fleet_and_reflection_describes_the_service(rep
         assert (await stub.Check(asked, timeout=5)).status == health_pb2.HealthCheckResponse.NOT_SERVING
 
 
-async def test_bytes_that_are_no_message_are_refused_in_words(replicas):
-    (address,) = await replicas.start(1)
-    async with routing([address]) as router, grpc.aio.insecure_channel(router.address) as channel:
-        await router.until_serving(1)
+async def test_bytes_that_are_no_message_are_refused_in_words(two):
+    async with routing(two) as router, grpc.aio.insecure_channel(router.address) as channel:
+        await router.until_serving(2)
         for name in ("Generate", "Score", "Abort"):
             call = channel.unary_unary(f"/rollmill.generator.v1.PolicyInference/{name}")
             with pytest.raises(grpc.aio.AioRpcError) as found:
@@ -357,11 +372,10 @@ async def test_bytes_that_are_no_message_are_refused_in_words(replicas):
             assert found.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
-async def test_a_router_with_a_token_asks_for_it(replicas):
-    (address,) = await replicas.start(1)
+async def test_a_router_with_a_token_asks_for_it(two):
     token = "sesame-open-sesame"
-    async with routing([address], access=Access(token=token), token=token) as router:
-        await router.until_serving(1)
+    async with routing(two, access=Access(token=token), token=token) as router:
+        await router.until_serving(2)
         assert len((await router.client.generate(request("r", [1, 2, 3]))).output_ids) == 8
         stranger = GeneratorClient(router.address)
         with pytest.raises(Unauthenticated):
@@ -369,9 +383,8 @@ async def test_a_router_with_a_token_asks_for_it(replicas):
         await stranger.close()
 
 
-async def test_a_full_router_refuses_with_the_time_to_ask_again(replicas):
-    (address,) = await replicas.start(1, seats=1, step_s=0.05)
-    async with routing([address], overcommit=1.0, max_queue=1) as router:
+async def test_a_full_router_refuses_with_the_time_to_ask_again(two):
+    async with routing(two[:1], jobs={"": {"max_in_flight": 1}}, max_queue=1) as router:
         await router.until_serving(1)
         running = [asyncio.ensure_future(router.client.generate(one)) for one in asks(2, tokens=20)]
         await router.until(lambda status: router.service.law.queues.waiting == 1)
@@ -389,11 +402,10 @@ async def test_a_full_router_refuses_with_the_time_to_ask_again(replicas):
 # -- the command
 
 
-async def test_the_command_routes_grpc_and_http_until_it_is_told_to_stop(replicas, tmp_path):
+async def test_the_command_routes_grpc_and_http_until_it_is_told_to_stop(two, tmp_path):
     pytest.importorskip("uvicorn")
-    httpx = pytest.importorskip("httpx")
     file = tmp_path / "replicas"
-    _write(file, *await replicas.start(2))
+    _write(file, *two)
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "rollmill.cli", "router", "--replicas-file", str(file), "--http-port", "0", "--json"),
         *("--set", "poll_s=0.1"),
@@ -409,10 +421,8 @@ async def test_the_command_routes_grpc_and_http_until_it_is_told_to_stop(replica
         over_grpc = await client.generate(request("r", [1, 2, 3], seed=5))
         await client.close()
         body = {"token_ids": [1, 2, 3], "sampling_params": {"max_tokens": 8, "seed": 5}}
-        async with httpx.AsyncClient() as http:
-            reply = await http.post(f"{found['http']}/inference/v1/generate", json=body, timeout=20)
-        assert reply.status_code == 200, reply.text
-        assert reply.json()["choices"][0]["token_ids"] == over_grpc.output_ids.tolist()
+        reply = await asyncio.to_thread(_post, f"{found['http']}/inference/v1/generate", body)
+        assert reply["choices"][0]["token_ids"] == over_grpc.output_ids.tolist()
     finally:
         process.terminate()
         async with asyncio.timeout(START_S):
@@ -426,6 +436,12 @@ def _spawn(command: list[str]) -> subprocess.Popen[bytes]:
 
 def _address_in(file: Path) -> str | None:
     return json.loads(file.read_text())["address"] if file.exists() else None
+
+
+def _post(url: str, body: dict[str, Any]) -> Any:
+    asked = urllib.request.Request(url, json.dumps(body).encode(), {"content-type": "application/json"})
+    with urllib.request.urlopen(asked, timeout=20) as reply:
+        return json.load(reply)
 
 
 def _write(file: Path, *addresses: str) -> None:

@@ -41,6 +41,9 @@ _SUMMED = (
     "max_num_seqs", "finished_turns",
 )  # fmt: skip
 
+ANY_MODEL = "default"
+"""What the model is called where nobody said its name; then a request may ask for any."""
+
 
 class RouterService:
     """Many replicas, as one.
@@ -70,7 +73,8 @@ class RouterService:
         self.law = RouterLaw(settings)
         self.codec = codec
         self.limits = LimitSettings() if limits is None else limits
-        self.models = tuple(models)
+        self.models = tuple(models) or (ANY_MODEL,)
+        self._any_model = not models
         self.changed = asyncio.Event()
         self._clock = clock
         self._draining: str | None = None
@@ -138,7 +142,7 @@ class RouterService:
         Raises:
             ModelError: naming the models that are served.
         """
-        if name and self.models and name not in self.models:
+        if name and not self._any_model and name not in self.models:
             raise ModelError(f"model {name!r} is not served here; served is {', '.join(map(repr, self.models))}")
 
     def encode(self, prompt: Prompt) -> np.ndarray:
