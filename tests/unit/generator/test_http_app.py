@@ -312,6 +312,7 @@ def drain(service: Any) -> None:
         (COMPLETION, {"prompt": ""}, {}, 400, "data", None),
         (TOKENS, tokens(5000), {}, 400, "data", None),
         (CHAT, chat(min_policy_version=2), {}, 409, "engine", "false"),
+        (CHAT, chat(), {"max_model_len": 0}, 503, "not_serving", "true"),
         (CHAT, chat(n=5), {"limits": LimitSettings(max_requests=4)}, 400, "data", None),
         (CHAT, chat(max_tokens=50, deadline_s=3.5, ignore_eos=True), {"latency": ONE_S}, 504, "deadline", "false"),
         (CHAT, chat(), {"faults": FakeFaults(die_at_request=1)}, 503, "engine_dead", "true"),
@@ -540,6 +541,17 @@ def test_models_are_listed_with_the_version_that_is_served():
     assert listed == {"object": "list", "data": [one]}
     assert (one["id"], one["object"], one["policy_version"], one["max_model_len"]) == (MODEL, "model", 1, 256)
     assert unknown["error"]["code"] == "model_not_found"
+
+
+def test_where_any_name_is_taken_a_reply_has_the_one_that_was_asked_for():
+    async def scenario(client, service):
+        service.models = ()
+        unnamed = chat()
+        del unnamed["model"]
+        return (await client.post(CHAT, json=unnamed)).json(), (await client.get("/v1/models")).json()
+
+    reply, listed = in_world(scenario)
+    assert (reply["model"], listed["data"]) == ("", [])
 
 
 def test_metrics_are_shown_as_they_are_rendered():

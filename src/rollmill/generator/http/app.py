@@ -18,7 +18,7 @@ import numpy as np
 import rollmill
 from rollmill.clock import Clock, SystemClock
 from rollmill.config.schema import LimitSettings
-from rollmill.errors import RollmillError, Unauthenticated
+from rollmill.errors import NotServing, RollmillError, Unauthenticated
 from rollmill.generator.http.answers import Answer, ChatAnswer, CompletionAnswer, TokenAnswer
 from rollmill.generator.http.asgi import ClientLeft, Exchange, HttpLimits, Receive, Scope, Send
 from rollmill.generator.http.bodies import AbortBody, ChatRequest, CompletionRequest, TokenRequest, decode
@@ -194,7 +194,7 @@ class HttpApp:
         exchange.always[ID_HEADER] = plan.request_id
         answer = kind(
             plan,
-            model=call.model or service.models[0],
+            model=call.model or next(iter(service.models), ""),
             created=int(self._clock.wall_s()),
             decode=None if service.codec is None else service.codec.decode,
         )
@@ -247,9 +247,12 @@ class HttpApp:
         return np.asarray(await asyncio.to_thread(self._service.encode, prompt), dtype=np.int64)
 
     def _facts(self) -> Facts:
-        service = self._service
+        service, status = self._service, self._service.status()
+        if status.max_model_len == 0:  # a router that knows no replica yet
+            because = f": {status.reason}" if status.reason else ""
+            raise NotServing(f"nothing is known that serves requests{because}; ask again when /health is 200")
         return Facts(
-            max_model_len=service.status().max_model_len,
+            max_model_len=status.max_model_len,
             max_new_tokens=self._limits.max_new_tokens,
             stop_token_ids=() if service.codec is None else tuple(service.codec.stop_token_ids),
             has_tokenizer=service.codec is not None,

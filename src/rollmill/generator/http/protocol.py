@@ -29,7 +29,7 @@ class Inference(Protocol):
 
     @property
     def models(self) -> tuple[str, ...]:
-        """Names under which the model is served, one or more."""
+        """Names under which the model is served; none where any name is taken."""
         ...
 
     def check_model(self, name: str) -> None:
@@ -55,7 +55,7 @@ class Inference(Protocol):
         ...
 
     def status(self) -> ReplicaStatus:
-        """Return standing, weights and load."""
+        """Return standing, weights and load; `max_model_len` is 0 while nothing is known that serves."""
         ...
 
 
