@@ -33,7 +33,8 @@ def blocks(*languages: str) -> Iterator[tuple[Path, str]]:
 def typed_lines() -> list[tuple[str, str]]:
     """Return (page, command) for every line that a reader types: after a `$` in a session, any line in a script."""
     found: list[tuple[str, str]] = []
-    for page, text in blocks("console", "bash"):
+    for page, block in blocks("console", "bash"):
+        text = re.sub(r"\\\n\s*(?:> ?)?", "", block)  # a line that ends with a backslash goes on
         prompts = [line[2:] for line in text.splitlines() if line.startswith("$ ")]
         scripts = [line for line in text.splitlines() if line.strip() and not line.startswith("#")]
         found += [(page.name, line) for line in prompts or scripts]
