@@ -136,5 +136,7 @@ def _text(served: Served) -> str:
     ]
     if served.http is not None:
         lines.append(f"HTTP  {served.http}/v1  (metrics: {served.http}/metrics)")
+    if served.kv_budget:
+        lines.append(served.kv_budget)
     lines.append(f"Stop with Ctrl-C or: kill {served.pid}")
     return "\n".join(lines)

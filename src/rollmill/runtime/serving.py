@@ -68,6 +68,7 @@ class Served(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         follows: the repository that later versions can be loaded from, or `None`.
+        kv_budget: how much KV there is, and why; empty if the engine does not say.
         warnings: what a user should know.
     """
 
@@ -80,6 +81,7 @@ class Served(msgspec.Struct, frozen=True, kw_only=True):
     http: str | None
     pid: int
     follows: str | None
+    kv_budget: str = ""
     warnings: tuple[str, ...] = ()
 
 
@@ -143,6 +145,7 @@ async def _serve(
                 http=addresses.others.get("http"),
                 pid=os.getpid(),
                 follows=None if options.repository is None else str(options.repository),
+                kv_budget=info.kv_budget,
                 warnings=_warnings(options),
             )
         )
