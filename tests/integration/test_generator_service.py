@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Callable
 from typing import Any
 
 import grpc
@@ -27,10 +28,19 @@ from generator_builders import (
     tensors_of,
 )
 from rollmill.clock import SystemClock
-from rollmill.errors import DataError, DeadlineExceeded, EngineDead, EngineError, WeightError, WeightMismatch
+from rollmill.errors import (
+    ConfigError,
+    DataError,
+    DeadlineExceeded,
+    EngineDead,
+    EngineError,
+    WeightError,
+    WeightMismatch,
+)
 from rollmill.generator.client import GeneratorClient
 from rollmill.generator.engines.fake import FakeEngine, FakeFaults, FakeLatency
-from rollmill.generator.main import build_engine, serve
+from rollmill.generator.main import Addresses, build_engine, serve
+from rollmill.generator.service import InferenceService
 from rollmill.generator.state import ReplicaState
 from rollmill.types import Canary, SamplingParams, StopReason, TokenChunk
 from rollmill.weights.repository import LocalModelRepository
@@ -430,3 +440,57 @@ async def test_a_replica_that_is_gone_is_engine_dead(tmp_path):
     with pytest.raises(EngineDead, match="not reachable"):
         await late.generate(request("a", [1, 2]))
     await late.close()
+
+
+class OtherFace:
+    """A face that tells one address, or cannot be bound."""
+
+    name = "other"
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.error, self.ended = error, False
+
+    async def serve(self, service: InferenceService, *, stop: asyncio.Event, on_bound: Callable[[str], None]) -> None:
+        if self.error is not None:
+            raise self.error
+        on_bound(f"other://{service.models[0]}")
+        await stop.wait()
+        self.ended = True
+
+
+async def test_another_face_is_served_until_requests_are_drained(tmp_path):
+    repository, face, addresses = two_versions()[0], OtherFace(), []
+    stop = asyncio.Event()
+
+    def announce(found: Addresses) -> None:
+        addresses.append(found)
+        stop.set()
+
+    await serve(
+        engine=FakeEngine(clock=SystemClock()),
+        repository=repository,  # pyright: ignore[reportArgumentType]
+        kv_policy="keep",
+        stop=stop,
+        load_deadline_s=5.0,
+        models=("tiny",),
+        faces=(face,),
+        on_serving=announce,
+    )
+    assert [found.others for found in addresses] == [{"other": "other://tiny"}]
+    assert face.ended
+
+
+async def test_a_face_that_cannot_be_bound_ends_the_start_with_its_error(tmp_path):
+    repository, engine = two_versions()[0], FakeEngine(clock=SystemClock())
+    with pytest.raises(ConfigError, match="port 80 is taken"):
+        await serve(
+            engine=engine,
+            repository=repository,  # pyright: ignore[reportArgumentType]
+            kv_policy="keep",
+            address_file=tmp_path / "address.json",
+            stop=asyncio.Event(),
+            load_deadline_s=5.0,
+            faces=(OtherFace(ConfigError("port 80 is taken")),),
+        )
+    assert not (tmp_path / "address.json").exists()
+    assert (engine.healthy(), repository.held_versions()) == (False, [])
