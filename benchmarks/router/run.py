@@ -30,13 +30,13 @@ from rollmill.runtime.threads import process_environment
 
 HERE = Path(__file__).parent
 GOAL_S = 0.3e-3
-SHAPE = {"prompt_tokens": 64, "new_tokens": 64, "tokens_per_event": 1}
+SHAPE = {"prompt_tokens": 64, "new_tokens": 64, "chunk_tokens": 16}
 SETTINGS: dict[str, dict[str, Any]] = {
     "generate": {},
     "generate_keep_tokens": {"keep_tokens": True},
     "stream": {},
 }
-"""Ways to ask: in one piece, in one piece with the replica's tokens kept, and as a stream of 64 events."""
+"""Ways to ask: in one piece, in one piece with tokens kept (chunks of 16), and as a stream of single tokens."""
 
 
 def machine() -> dict[str, Any]:
@@ -118,7 +118,7 @@ def one_run(
     server = {"role": side, "replicas": addresses, "settings": {"max_queue": 100_000, **settings}}
     with serving(server) as (address, pid):
         plan = {"role": "clients", "address": address, "pid": pid, "sessions": args.sessions, **SHAPE}
-        requests = args.requests if way == "generate" else max(args.requests // 10, args.sessions)
+        requests = max(args.requests // 10, args.sessions) if way == "stream" else args.requests
         found = call({**plan, "requests": requests, "streams": way == "stream"})
     return {"part": "whole", "way": way, "side": side, "load_average": os.getloadavg()[0], **found}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import sys
 import time
@@ -58,19 +59,22 @@ def reply_of(new_tokens: int) -> bytes:
     ).SerializeToString()
 
 
-def events_of(new_tokens: int, *, per_event: int) -> list[bytes]:
-    starts = range(0, new_tokens, per_event)
-    chunks = [
-        pb.TokenChunk(
-            start_token=start,
-            output_ids=[(31 * token) % 49_152 for token in range(start, start + per_event)],
-            behavior_logprobs=[-0.01 * token for token in range(start, start + per_event)],
-            policy_version=1,
+def events_of(new_tokens: int, *, chunk_tokens: int) -> list[bytes]:
+    """The first token alone, the others in chunks, and the end."""
+    starts = [0, *range(1, new_tokens, chunk_tokens), new_tokens]
+    events = [
+        pb.GenerateEvent(
+            request_id="request",
+            tokens=pb.TokenChunk(
+                start_token=start,
+                output_ids=[(31 * token) % 49_152 for token in range(start, end)],
+                behavior_logprobs=[-0.01 * token for token in range(start, end)],
+                policy_version=1,
+            ),
         )
-        for start in starts
+        for start, end in itertools.pairwise(starts)
     ]
-    events = [pb.GenerateEvent(request_id="request", tokens=chunk) for chunk in chunks]
-    finished = pb.Finished(output_tokens=per_event * len(starts), stop_reason="length")
+    finished = pb.Finished(output_tokens=new_tokens, stop_reason="length")
     return [one.SerializeToString() for one in (*events, pb.GenerateEvent(request_id="request", finished=finished))]
 
 
@@ -86,14 +90,15 @@ def status_of() -> bytes:
 async def replica(plan: dict[str, Any]) -> None:
     """Answers every request after a while, without an engine."""
     reply = reply_of(plan["new_tokens"])
-    events = events_of(plan["new_tokens"], per_event=plan["tokens_per_event"])
+    streams = {size: events_of(plan["new_tokens"], chunk_tokens=size) for size in (1, plan["chunk_tokens"])}
     delay_s = plan["delay_s"]
 
     async def generate(_: bytes, context: Any) -> bytes:
         await asyncio.sleep(delay_s)
         return reply
 
-    async def stream(_: bytes, context: Any) -> AsyncGenerator[bytes, None]:
+    async def stream(data: bytes, context: Any) -> AsyncGenerator[bytes, None]:
+        events = streams[pb.GenerateRequest.FromString(data).chunk_tokens or 1]
         for event in events:
             await asyncio.sleep(delay_s / len(events))
             yield event
@@ -255,14 +260,14 @@ class Canned(Upstream):
 
     def __init__(self, plan: dict[str, Any]) -> None:
         self._reply = reply_of(plan["new_tokens"])
-        self._events = events_of(plan["new_tokens"], per_event=plan["tokens_per_event"])
+        self._streams = {size: events_of(plan["new_tokens"], chunk_tokens=size) for size in (1, plan["chunk_tokens"])}
 
     async def generate(self, data: bytes, *, timeout_s: float) -> bytes:
         await asyncio.sleep(0)
         return self._reply
 
     async def stream(self, data: bytes, *, timeout_s: float) -> AsyncGenerator[bytes, None]:
-        for event in self._events:
+        for event in self._streams[pb.GenerateRequest.FromString(data).chunk_tokens or 1]:
             await asyncio.sleep(0)
             yield event
 

@@ -348,6 +348,16 @@ async def test_every_call_of_the_service_is_answered(two):
             await client.generate(request("late", [1, 2]))
 
 
+async def test_a_replica_sends_tokens_together_where_it_is_asked_to(two):
+    async with grpc.aio.insecure_channel(two[0]) as channel:
+        asked = pb.GenerateRequest(request_id="r", prompt_ids=[1, 2], chunk_tokens=16)
+        asked.sampling.max_new_tokens = 20
+        call = pb_grpc.PolicyInferenceStub(channel).GenerateStream(asked, timeout=20)
+        events = [event async for event in call]
+    assert [len(event.tokens.output_ids) for event in events] == [1, 16, 3, 0]
+    assert events[-1].finished.output_tokens == 20
+
+
 async def test_health_follows_the_fleet_and_reflection_describes_the_service(replicas):
     (address,) = await replicas.start(1)
     async with routing([address]) as router, grpc.aio.insecure_channel(router.address) as channel:

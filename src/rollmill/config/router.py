@@ -68,8 +68,12 @@ class RouterSettings(Section):
     """A replica is lost after a request's first token: `continue` elsewhere with the tokens so far as prompt, or `fail`
     with a typed error."""
     keep_tokens: bool = knob(False)
-    """Have replies in one piece streamed by the replica, so that a lost replica loses no tokens. Costs CPU for each
-    token. Without it such a request starts again elsewhere; nobody has seen its tokens yet."""
+    """Have replies in one piece streamed by the replica, so that a lost replica loses few tokens. Costs CPU for each
+    chunk. Without it such a request starts again elsewhere; nobody has seen its tokens yet."""
+    chunk_tokens: int = knob(
+        16, unit="tokens", raising="less CPU", lowering="fewer tokens are sampled again", ge=1, le=4096
+    )
+    """Tokens that a replica sends together for `keep_tokens`; what is not sent when it is lost is sampled again."""
     max_attempts: int = knob(
         4, unit="attempts", raising="survives more losses in a row", lowering="earlier errors", ge=1
     )

@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable
 
 from rollmill.config.schema import LimitSettings
 from rollmill.errors import RollmillError, SlowReader
+from rollmill.generator.chunks import ChunkJoiner
 from rollmill.generator.proto import policy_inference_pb2 as pb
 from rollmill.generator.service import InferenceService
 from rollmill.generator.wire import chunk_to_message, finished_to_message
@@ -27,11 +28,19 @@ class EventStream:
         siblings: samples asked for.
         limits: how many events may wait, and how long one may take.
         text: makes the text of a turn, for a caller whose prompt was text or messages; `None` sends ids only.
+        chunk_tokens: tokens of a sibling that go together.
     """
 
     def __init__(
-        self, request: GenerateRequest, *, siblings: int, limits: LimitSettings, text: Callable[[Turn], str] | None
+        self,
+        request: GenerateRequest,
+        *,
+        siblings: int,
+        limits: LimitSettings,
+        text: Callable[[Turn], str] | None,
+        chunk_tokens: int = 1,
     ) -> None:
+        self._joiner = ChunkJoiner(chunk_tokens)
         self._request, self._siblings, self._limits, self._text = request, siblings, limits, text
         self._events: asyncio.Queue[pb.GenerateEvent | None] = asyncio.Queue()  # bounded by _put
         self._generation: asyncio.Task[None] | None = None
@@ -58,12 +67,18 @@ class EventStream:
 
     def tokens(self, index: int, chunk: TokenChunk) -> None:
         """Hear the next tokens of a sibling."""
-        self._put(chunk_to_message(chunk, request_id=self._request.request_id, index=index))
+        for joined in self._joiner.add(index, chunk):
+            self._put_chunk(index, joined)
 
     def finished(self, index: int, turn: Turn) -> None:
         """Hear the end of a sibling."""
+        for joined in self._joiner.flush(index):
+            self._put_chunk(index, joined)
         text = None if self._text is None else self._text(turn)
         self._put(finished_to_message(turn, request_id=self._request.request_id, index=index, text=text))
+
+    def _put_chunk(self, index: int, chunk: TokenChunk) -> None:
+        self._put(chunk_to_message(chunk, request_id=self._request.request_id, index=index))
 
     async def _generate(self, service: InferenceService) -> None:
         """Generate; an error is kept, so that the events before it are written first."""
@@ -72,6 +87,8 @@ class EventStream:
         except RollmillError as error:
             self._error = self._error or error
         finally:
+            for index, chunk in self._joiner.flush_all():  # of an engine that died
+                self._put_chunk(index, chunk)
             self._events.put_nowait(None)
 
     async def _write_all(self, write: Write) -> None:

@@ -126,6 +126,7 @@ class PolicyInferenceServicer(pb_grpc.PolicyInferenceServicer):
             siblings=message.siblings or 1,
             limits=self.service.limits,
             text=self._text if rendered else None,
+            chunk_tokens=message.chunk_tokens,
         )
         await stream.run(self.service, write=context.write)
 

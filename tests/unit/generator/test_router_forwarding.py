@@ -80,6 +80,19 @@ def test_a_request_that_waited_here_has_the_rest_of_its_deadline_there():
     run(test)
 
 
+def test_a_replica_is_asked_for_chunks_where_nobody_reads_along():
+    async def test(clock):
+        kept = Fixture("a", clock=clock, keep_tokens=True, chunk_tokens=8)
+        await kept.generate(message("r"))
+        await kept.stream(message("s"))
+        plain = Fixture("b", clock=clock)
+        await plain.generate(message("r"))
+        asked = [one.chunk_tokens for one in (*kept.replicas["a"].seen, *plain.replicas["b"].seen)]
+        assert asked == [8, 0, 0]
+
+    run(test)
+
+
 # -- when a replica is lost
 
 

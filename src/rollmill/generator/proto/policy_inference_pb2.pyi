@@ -67,7 +67,7 @@ class Messages(_message.Message):
     def __init__(self, messages: _Optional[_Iterable[_Union[Message, _Mapping]]] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("request_id", "prompt_ids", "text", "messages", "sampling", "group_key", "deadline_s", "min_policy_version", "wave", "session_id", "siblings", "job", "model")
+    __slots__ = ("request_id", "prompt_ids", "text", "messages", "sampling", "group_key", "deadline_s", "min_policy_version", "wave", "session_id", "siblings", "job", "model", "chunk_tokens")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_IDS_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
@@ -81,6 +81,7 @@ class GenerateRequest(_message.Message):
     SIBLINGS_FIELD_NUMBER: _ClassVar[int]
     JOB_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_TOKENS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     prompt_ids: _containers.RepeatedScalarFieldContainer[int]
     text: str
@@ -94,7 +95,8 @@ class GenerateRequest(_message.Message):
     siblings: int
     job: str
     model: str
-    def __init__(self, request_id: _Optional[str] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., text: _Optional[str] = ..., messages: _Optional[_Union[Messages, _Mapping]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., group_key: _Optional[str] = ..., deadline_s: _Optional[float] = ..., min_policy_version: _Optional[int] = ..., wave: _Optional[_Union[Wave, _Mapping]] = ..., session_id: _Optional[str] = ..., siblings: _Optional[int] = ..., job: _Optional[str] = ..., model: _Optional[str] = ...) -> None: ...
+    chunk_tokens: int
+    def __init__(self, request_id: _Optional[str] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., text: _Optional[str] = ..., messages: _Optional[_Union[Messages, _Mapping]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., group_key: _Optional[str] = ..., deadline_s: _Optional[float] = ..., min_policy_version: _Optional[int] = ..., wave: _Optional[_Union[Wave, _Mapping]] = ..., session_id: _Optional[str] = ..., siblings: _Optional[int] = ..., job: _Optional[str] = ..., model: _Optional[str] = ..., chunk_tokens: _Optional[int] = ...) -> None: ...
 
 class Sample(_message.Message):
     __slots__ = ("index", "output_ids", "behavior_logprobs", "version_spans", "stop_reason", "timings", "cached_tokens", "text")

@@ -71,6 +71,8 @@ class Forwarder:
         self._clock = clock
         self._on_trouble = on_trouble
         self._codec = codec
+        # Appended to a serialized request it sets this one field.
+        self._in_chunks = pb.GenerateRequest(chunk_tokens=law.settings.chunk_tokens).SerializeToString()
         self._calls: dict[str, Call] = {}
         self._waiting: dict[str, asyncio.Future[str]] = {}
         self._idle = asyncio.Event()
@@ -366,6 +368,8 @@ class Forwarder:
         sent_s, ended, why = now_s, Ended.DROPPED, ""
         timeout_s = call.deadline_at_s - now_s + self._settings.grace_s
         data = call.data_at(piece, now_s=now_s)
+        if call.emit is None:  # nobody reads along, so larger chunks do
+            data += self._in_chunks
         claimed = False
         try:
             async with aclosing(self._upstream(replica).stream(data, timeout_s=timeout_s)) as events:
