@@ -7,6 +7,7 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import httpx2 as httpx
 import psutil
 
 from generator_builders import MAX_LEN, llama, random_model, save_config, tensors_of
@@ -18,7 +19,7 @@ from rollmill.generator.engines.remote.engine import RemoteEngine
 from rollmill.generator.engines.remote.model import ServedModel
 from rollmill.generator.engines.remote.process import ServerProcess
 from rollmill.generator.engines.remote.transfer import Spool
-from rollmill.generator.engines.sglang.dialect import ABORT, CONTINUE, PAUSE, UPDATE, update_body
+from rollmill.generator.engines.sglang.dialect import ABORT, CONTINUE, LOADS, PAUSE, UPDATE, update_body
 from rollmill.generator.engines.sglang.port import linked_folder
 from rollmill.generator.engines.sglang.start import Launched, bring_up, launch
 
@@ -123,6 +124,23 @@ class SharedServer:
     def process(self) -> ServerProcess:
         assert self._launched is not None
         return self._launched.process
+
+    @property
+    def folder(self) -> Path:
+        assert self._launched is not None
+        return self._launched.folder
+
+    def async_client(self) -> httpx.AsyncClient:
+        """Return a client of the server itself, past any adapter."""
+        assert self._launched is not None
+        address = self._launched.address
+        return httpx.AsyncClient(base_url=address.url, headers=address.headers, timeout=60.0, trust_env=False)
+
+    def loads(self) -> dict[str, Any]:
+        """Return what the server says of its load."""
+        assert self._launched is not None
+        with self._launched.address.client(timeout_s=60.0) as client:
+            return client.get(LOADS).json()["loads"][0]
 
     def kill(self) -> None:
         os.killpg(self.process.pid, signal.SIGKILL)

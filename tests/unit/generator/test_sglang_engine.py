@@ -341,6 +341,21 @@ async def test_weights_that_lie_in_a_file_are_read_from_there(world, tmp_path):
     assert path.exists()
 
 
+async def test_a_file_that_cannot_be_read_is_refused_before_the_server_dies_of_it(world, tmp_path):
+    short = tmp_path / "short"
+    short.write_bytes(b"\x10")
+    task = await world.at(asked("a", max_new_tokens=6), 2)
+    await world.engine.pause("keep")
+    for path, message in ((tmp_path / "gone", "cannot be read"), (short, "not a safetensors file")):
+        with pytest.raises(WeightError, match=message):
+            await world.update(tensors=TensorsInFile(weights(2.0), path=path))
+    assert world.sent("/update_weights_from_disk") == []
+    assert world.engine.healthy()
+    await world.engine.resume()
+    world.server.allow(math.inf)
+    assert spans(await task) == [(0, 6, 1)]
+
+
 async def test_staged_weights_are_written_before_the_pause_and_gone_after_the_update(world):
     tensors = weights(2.0)
     await world.engine.stage(tensors, policy_version=2)

@@ -33,7 +33,15 @@ import msgspec
 import numpy as np
 
 from rollmill.clock import Clock
-from rollmill.errors import DataError, DeadlineExceeded, EngineDead, EngineError, RollmillError, WeightMismatch
+from rollmill.errors import (
+    DataError,
+    DeadlineExceeded,
+    EngineDead,
+    EngineError,
+    RollmillError,
+    WeightError,
+    WeightMismatch,
+)
 from rollmill.generator.engines.meter import SecondsMeter
 from rollmill.generator.engines.protocol import EngineInfo, EngineLoad, KvPolicy, OnTokens, PauseMode, UpdateReport
 from rollmill.generator.engines.remote.port import Delta, ServerPort
@@ -473,6 +481,7 @@ class RemoteEngine:
     async def _load(self, tensors: Mapping[str, torch.Tensor], *, policy_version: int, kv: KvPolicy) -> None:
         """Have the server load weights; whatever goes wrong once it was asked leaves the engine dirty."""
         file = await asyncio.to_thread(self._spool.write, tensors, policy_version=policy_version)
+        before = self._dirty_reason, self._unproven
         self._loading = True
         self._note_change()
         try:
@@ -483,6 +492,9 @@ class RemoteEngine:
             self._unproven = policy_version
             await self._port.load_weights(file, policy_version=policy_version, kv=kv)
         except EngineDead:
+            raise
+        except WeightError:
+            self._dirty_reason, self._unproven = before
             raise
         except RollmillError as error:
             self._dirty_reason = f"its load of policy version {policy_version} failed: {error}"

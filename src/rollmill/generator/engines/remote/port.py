@@ -93,9 +93,10 @@ class ServerPort(Protocol):
         ...
 
     async def load_weights(self, file: Path, *, policy_version: int, kv: KvPolicy) -> None:
-        """Load weights while frozen. Whatever it raises, the weights may have changed.
+        """Load weights while frozen. Whatever else it raises, the weights may have changed.
 
         Raises:
+            WeightError: if the file cannot be used; the server was not asked, and nothing was changed.
             EngineError: if the server refuses, or serves something else afterwards.
             DeadlineExceeded: if it takes too long.
         """

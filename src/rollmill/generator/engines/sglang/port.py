@@ -6,6 +6,7 @@ What it does against the server's own ways:
   what it sampled before has come.
 * While it is paused, the front end remembers an abort of what it holds back, and the scheduler never hears of it: in a
   pause requests are ended by hanging up.
+* An update that fails while it reads ends the server: the file is looked at before.
 * An update that was refused may have changed the weights: the schedulers' own label decides, and an error stays one.
 """
 
@@ -22,7 +23,7 @@ import httpx2 as httpx
 import numpy as np
 
 from rollmill.config.schema import SglangSettings
-from rollmill.errors import DataError, EngineDead, EngineError
+from rollmill.errors import DataError, EngineDead, EngineError, WeightError
 from rollmill.generator.engines.protocol import KvPolicy
 from rollmill.generator.engines.remote.calls import Calls, Refused
 from rollmill.generator.engines.remote.port import Delta, Figures
@@ -46,6 +47,7 @@ from rollmill.generator.engines.sglang.dialect import (
     update_body,
 )
 from rollmill.types import GenerateRequest
+from rollmill.weights.tensorfile import read_header
 
 PRODUCT = "SGLang"
 SECTION = "generator.sglang"
@@ -194,6 +196,7 @@ class SglangPort:
                 "KV cannot be kept over an update with generator.sglang.overlap_schedule. Set "
                 'generator.kv_on_update "recompute", or leave overlap_schedule out'
             )
+        await asyncio.to_thread(check_file, file)
         flush = kv == "recompute"
         if flush:
             # Back into the queue and without KV: else the flush is refused, after the weights were changed.
@@ -275,6 +278,21 @@ class SglangPort:
         self._here().end_all(cause)
         if self._on_death is not None:
             self._on_death(cause)
+
+
+def check_file(file: Path) -> None:
+    """Refuse a file that the server would die of: after a load that fails it loads the same file again.
+
+    Raises:
+        WeightError: if it is missing, cut short, or no safetensors.
+    """
+    try:
+        read_header(file)
+    except OSError as error:
+        raise WeightError(
+            f"the weights in {file} cannot be read ({error.strerror or error}); the old ones go on being served. "
+            "Was the version retired while it was loaded?"
+        ) from error
 
 
 @contextlib.contextmanager
