@@ -179,6 +179,18 @@ class Sandbox(Protocol):
         """Return what it uses now."""
         ...
 
+    async def pause(self) -> None:
+        """Stop every process at once; until `resume` its programs and files answer nothing.
+
+        Raises:
+            SandboxUnsupported: if this backend or machine cannot.
+        """
+        ...
+
+    async def resume(self) -> None:
+        """Let every process go on."""
+        ...
+
     async def kill(self, reason: DeathReason = DeathReason.RELEASED) -> Death:
         """End it, and wait until nothing of it is left; the first reason stands if it is called twice."""
         ...

@@ -34,7 +34,8 @@ Example: a rollout whose scorer takes an hour, in a millisecond.
 
 `FakeEngine` stands for a replica's engine: it samples from a table instead of a model, swaps weights by digest, and
 models latency on the loop's time; see its own documentation. `FakeTrainer` and `FakeRepository` stand for the rest of a
-run: batches are leased, take their time, and are published and recorded, without a tensor.
+run: batches are leased, take their time, and are published and recorded, without a tensor. `FakeSandboxProvider` has
+sandboxes without processes.
 """
 
 from rollmill.clock import VirtualClock
@@ -42,16 +43,20 @@ from rollmill.generator.engines.fake import FakeEngine, FakeFaults, FakeLatency
 from rollmill.testing.environment import ScriptedEnvironment, solved
 from rollmill.testing.faults import Delay, FaultAction, FaultInjector, Hang, Raise
 from rollmill.testing.generate import reply_with
+from rollmill.testing.sandboxes import FakeCall, FakeSandbox, FakeSandboxProvider
 from rollmill.testing.tokenizer import ToyTokenizer
 from rollmill.testing.training import FakeRepository, FakeTrainer, fake_manifest, in_place, rollout_runner
 from rollmill.testing.virtual_loop import run_virtual
 
 __all__ = [
     "Delay",
+    "FakeCall",
     "FakeEngine",
     "FakeFaults",
     "FakeLatency",
     "FakeRepository",
+    "FakeSandbox",
+    "FakeSandboxProvider",
     "FakeTrainer",
     "FaultAction",
     "FaultInjector",

@@ -22,7 +22,7 @@ _DEVICE_LINKS = {"fd": "/proc/self/fd", "stdin": "fd/0", "stdout": "fd/1", "stde
                  "ptmx": "pts/ptmx"}  # fmt: skip
 _READ_ONLY_PROC = ("sys", "sysrq-trigger", "irq", "bus", "fs")
 _MASKED_PROC = ("kcore", "kmsg", "keys", "timer_list", "sched_debug", "latency_stats", "kallsyms", "kpagecount",
-                "kpageflags", "kpagecgroup", "vmallocinfo", "interrupts", "modules", "config.gz", "cmdline")  # fmt: skip
+                "kpageflags", "kpagecgroup", "vmallocinfo", "modules", "config.gz", "cmdline")  # fmt: skip
 _MASKED_PROC_DIRECTORIES = ("acpi", "scsi", "driver", "tty")
 _DIRECTORIES = {"tmp": 0o1777, "var": 0o755, "var/tmp": 0o1777, "root": 0o755, "home": 0o755, "run": 0o755,
                 "workspace": 0o1777, "proc": 0o555, "dev": 0o755, "sys": 0o555, "etc": 0o755}  # fmt: skip

@@ -63,7 +63,7 @@ class ZygoteLink:
         self._complaint = os.memfd_create("zygote-stderr", os.MFD_CLOEXEC)
         loop = asyncio.get_running_loop()
         try:
-            self._process = await loop.run_in_executor(None, self._launch, theirs)
+            process = await loop.run_in_executor(None, self._launch, theirs)
         except OSError as error:
             ours.close()
             os.close(self._complaint)
@@ -73,7 +73,8 @@ class ZygoteLink:
             ) from error
         finally:
             theirs.close()
-        self.mark = mark_of(self._process.pid)
+        self._process = process
+        self.mark = mark_of(process.pid)
         ours.setblocking(False)
         self._control = ours
         loop.add_reader(ours.fileno(), self._on_readable)
