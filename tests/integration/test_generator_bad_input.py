@@ -10,6 +10,7 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from generator_builders import embedded, prompt_of, request
 from rollmill.config.schema import LimitSettings
@@ -293,3 +294,24 @@ async def test_a_client_notices_that_its_replica_went_silent():
             got, _, _ = await refused(read_to_the_end(stream))
         await client.abort("a")
     assert got == "UNAVAILABLE"
+
+
+async def test_calls_that_hold_on_for_ever_are_bounded_and_the_replica_answers_again_when_they_go():
+    repository, _, _ = two_versions()
+    limits = LIMITS.model_copy(update={"max_requests": 1})
+    async with service(quick_engine(), repository, limits=limits) as client:
+        async with open_channel(client.address) as channel:
+            stub: Any = health_pb2_grpc.HealthStub(channel)
+            watches = [stub.Watch(health_pb2.HealthCheckRequest(), timeout=60) for _ in range(2 * 1 + 64)]
+            for watch in watches:
+                await watch.read()
+            with pytest.raises(EngineError, match="RESOURCE_EXHAUSTED"):
+                await client.status()
+            for watch in watches:
+                watch.cancel()
+        async with asyncio.timeout(20):
+            while True:
+                with contextlib.suppress(EngineError):
+                    await client.status()
+                    break
+        assert len((await client.generate(request("a", [1], max_new_tokens=2))).output_ids) == 2

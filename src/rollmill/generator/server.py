@@ -221,7 +221,7 @@ def new_server(
         interceptors=interceptors(token=token),
         options=server_options(limits),
         # A reader that is stuck holds its call, but no place and no KV: twice the places, and then it is refused.
-        maximum_concurrent_rpcs=2 * limits.max_requests + _CONTROL_CALLS,
+        maximum_concurrent_rpcs=_calls(limits),
     )
     servicer = PolicyInferenceServicer(service)
     pb_grpc.add_PolicyInferenceServicer_to_server(servicer, server)
@@ -232,13 +232,18 @@ def new_server(
     return server, servicer
 
 
+def _calls(limits: LimitSettings) -> int:
+    """Return how many calls are taken at once, requests that will be refused for want of a place included."""
+    return 2 * limits.max_requests + _CONTROL_CALLS
+
+
 def server_options(limits: LimitSettings) -> tuple[tuple[str, int], ...]:
     """Return the options of a server: bounds on messages and streams, and an end for connections that went silent."""
     return (
         ("grpc.max_send_message_length", -1),
         ("grpc.max_receive_message_length", limits.max_body_bytes),
-        # Requests beyond the places are refused, not held back, so there must be streams for them.
-        ("grpc.max_concurrent_streams", 2 * limits.max_requests + _CONTROL_CALLS),
+        # A call too many is refused. If the connection had no stream left for it, it would be held back instead.
+        ("grpc.max_concurrent_streams", _calls(limits) + _CONTROL_CALLS),
         ("grpc.keepalive_time_ms", round(limits.keepalive_s * 1000)),
         ("grpc.keepalive_timeout_ms", round(limits.keepalive_timeout_s * 1000)),
         # Without this one, an unanswered ping closes the connection only after a minute.
