@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from rollmill.clock import SystemClock
-from rollmill.errors import EngineDead, EngineError
+from rollmill.errors import DeadlineExceeded, EngineDead, EngineError
 from rollmill.generator.engines.meter import SecondsMeter
 from rollmill.generator.engines.protocol import KvPolicy
 from rollmill.generator.engines.remote.engine import RemoteEngine, Traits
@@ -49,7 +49,9 @@ class ScriptedPort:
         self.cause: EngineDead | None = None
         self.cancelled: list[str] = []
         self.hung_up = 0
-        self.fail_load: Exception | None = None
+        self.fail_load: BaseException | None = None
+        self.fail_freeze: Exception | None = None
+        self.thawed = 0
 
     def figures(self) -> Figures:
         return Figures()
@@ -73,9 +75,12 @@ class ScriptedPort:
     async def cancel(self, server_id: str) -> None:
         self.cancelled.append(server_id)
 
-    async def freeze(self) -> None: ...
+    async def freeze(self) -> None:
+        if self.fail_freeze is not None:
+            raise self.fail_freeze
 
-    async def thaw(self) -> None: ...
+    async def thaw(self) -> None:
+        self.thawed += 1
 
     async def load_weights(self, file: Path, *, policy_version: int, kv: KvPolicy) -> None:
         if self.fail_load is not None:
@@ -151,6 +156,18 @@ async def test_without_a_listener_the_servers_record_is_the_last_word():
     port.pieces.put_nowait(piece(3, reason=StopReason.STOP, record=(VersionSpan(0, 1, 1), VersionSpan(1, 3, 2))))
     turn = await engine_over(port).generate(asked())
     assert turn.version_spans == (VersionSpan(0, 1, 1), VersionSpan(1, 3, 2))
+
+
+async def test_a_server_that_may_have_frozen_is_thawed_by_the_resume_after_the_failed_pause():
+    port = ScriptedPort()
+    engine = engine_over(port)
+    port.fail_freeze = DeadlineExceeded("no answer")
+    with pytest.raises(DeadlineExceeded):
+        await engine.pause("keep")
+    await engine.resume()
+    assert (port.thawed, engine.load().paused) == (1, False)
+    port.pieces.put_nowait(piece(1, reason=StopReason.STOP, record=(VersionSpan(0, 1, 1),)))
+    assert (await engine.generate(asked())).stop_reason is StopReason.STOP
 
 
 async def test_a_death_in_a_load_is_a_death_and_not_a_dirty_engine():

@@ -124,6 +124,8 @@ class RemoteEngine:
         self._flushes = 0
         # Paused: as callers see it. Frozen: the server itself. Peeked: it ran within this pause.
         self._gate_open, self._paused, self._frozen, self._peeked = True, False, False, False
+        # Told to freeze; whether it did is not known where that call failed.
+        self._must_thaw = False
         self._unproven: int | None = None
         self._loading = False
         self._dirty_reason: str | None = None
@@ -263,9 +265,9 @@ class RemoteEngine:
         """Produce tokens again; what was held back goes out. Idempotent."""
         async with self._control:
             self._raise_if_dead()
-            if self._frozen:
+            if self._must_thaw:
                 await self._port.thaw()
-                self._frozen = False
+                self._frozen = self._must_thaw = False
             self._paused, self._gate_open, self._peeked, self._unproven = False, True, False, None
             for live in self._lives.values():
                 self._tell(live)
@@ -466,6 +468,7 @@ class RemoteEngine:
 
     async def _freeze(self) -> None:
         if not self._frozen:
+            self._must_thaw = True
             await self._port.freeze()
             self._frozen = True
 
