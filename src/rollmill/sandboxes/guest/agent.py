@@ -254,10 +254,7 @@ class Agent:
         if head["signal"] == signal.SIGKILL:
             job.kill("owner")
         else:
-            try:
-                os.kill(-job.pid, head["signal"])
-            except ProcessLookupError:
-                return  # ended meanwhile; its report is on the way
+            jobs.signal_group(job.pid, head["signal"])
 
     def _watch_outputs(self, job: Job) -> None:
         for descriptor in job.outputs:

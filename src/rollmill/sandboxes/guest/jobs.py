@@ -168,6 +168,16 @@ class Job:
         }
 
 
+def signal_group(pid: int, number: int) -> None:
+    """Send a signal to a process's group, or to the process alone while it has not made its group yet."""
+    for target in (-pid, pid):
+        try:
+            os.kill(target, number)
+        except ProcessLookupError:
+            continue
+        return
+
+
 def kill_tree(pid: int) -> None:
     """Kill a process, its group and its descendants."""
     doomed = [pid, *_descendants(pid)]
