@@ -12,6 +12,7 @@ import pytest
 
 from rollmill.cli.app import cli
 from rollmill.config import load_config
+from rollmill.config.disaggregation import load_split
 from rollmill.config.load import all_keys
 from rollmill.config.router import load_router_settings
 
@@ -121,8 +122,10 @@ def test_every_configuration_of_the_pages_is_accepted(page, text, tmp_path):
     path.write_text(text, encoding="utf-8")
     if text.startswith("[router"):  # a router outlives runs and has settings of its own
         assert load_router_settings(path).jobs
-        return
-    load_config(path)
+    elif text.startswith("# split.toml"):  # of a fleet that is no run's
+        assert load_split(path).model
+    else:
+        load_config(path)
 
 
 def test_the_readme_shows_the_main_job_as_it_is(tmp_path):
