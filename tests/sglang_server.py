@@ -114,7 +114,7 @@ class SharedServer:
             for path, body in (
                 (CONTINUE, {"torch_empty_cache": False}),
                 (ABORT, {"rid": "", "abort_all": True}),
-                (PAUSE, {"mode": "abort"}),
+                (PAUSE, {"mode": "retract"}),  # what is still ending must not hold up the flush
                 (UPDATE, update_body(str(folder), policy_version=1, flush=True)),
                 (CONTINUE, {"torch_empty_cache": False}),
             ):
