@@ -11,7 +11,13 @@ from torch import nn
 
 from generator_builders import SteppedEngine, llama, prompt_of, random_model, reference_logprobs, request
 from rollmill.generator.engines.embedded import native
-from rollmill.generator.engines.embedded.linears import PackedLinear, choose_kernels, destinations
+from rollmill.generator.engines.embedded.linears import (
+    KernelChoice,
+    PackedLinear,
+    choose_attention,
+    choose_kernels,
+    destinations,
+)
 from rollmill.generator.engines.embedded.native import Kernels, KernelsUnavailable, load_kernels
 from rollmill.types import SamplingParams
 
@@ -128,14 +134,49 @@ def test_a_compiler_that_fails_is_quoted(tmp_path, monkeypatch):
         native.load_kernels.cache_clear()
 
 
-def test_the_kernels_are_not_used_where_they_were_not_measured(monkeypatch):
+def test_products_are_not_taken_where_they_were_not_measured_and_attention_is(kernels, monkeypatch, tmp_path):
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
+    with pytest.raises(KernelsUnavailable, match="torch reports AVX512"):
+        choose_kernels("native")
+    assert choose_kernels("auto") is None
+    assert choose_attention("auto") is not None
+    assert choose_attention("torch") is None
+    model = random_model(llama(hidden_size=48, head_dim=8, num_attention_heads=6), seed=1)
+    engine = SteppedEngine(tmp_path, model)
+    assert not engine.core.model.native_kernels
+    assert not engine.core.model.needs_masks
+    engine.submit(request("a", prompt_of(20)))
+    engine.finish()
+    expected = reference_logprobs(model, engine.turn("a"), SamplingParams())
+    np.testing.assert_allclose(engine.turn("a").behavior_logprobs, expected, atol=1e-4)
+
+
+def test_a_cpu_without_avx2_has_no_kernels(monkeypatch):
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT")
     native.load_kernels.cache_clear()
     try:
-        with pytest.raises(KernelsUnavailable, match="torch reports AVX512"):
+        with pytest.raises(KernelsUnavailable, match="torch reports DEFAULT"):
             load_kernels()
+        assert choose_attention("auto") is None
     finally:
         native.load_kernels.cache_clear()
+
+
+def test_in_bfloat16_attention_over_blocks_is_as_close_to_the_exact_numbers_as_torch_is(kernels, tmp_path):
+    config = llama(hidden_size=48, head_dim=8, num_attention_heads=6)
+    exact = random_model(config, seed=1, dtype=torch.bfloat16).float()  # rounded weights, exact sums
+    off = {}
+    choices: tuple[KernelChoice, ...] = ("native", "torch")
+    for choice in choices:
+        engine = SteppedEngine(tmp_path, random_model(config, seed=1), dtype="bfloat16", kernels=choice)
+        assert engine.core.model.needs_masks == (choice == "torch")
+        for sibling in range(3):
+            engine.submit(request(f"a{sibling}", prompt_of(20), group_key="a", seed=sibling, max_new_tokens=20))
+        engine.finish()
+        turns = [engine.turn(f"a{sibling}") for sibling in range(3)]
+        errors = [turn.behavior_logprobs - reference_logprobs(exact, turn, SamplingParams()) for turn in turns]
+        off[choice] = float(np.abs(errors).mean())
+    assert off["native"] < 1.5 * off["torch"] < 0.2
 
 
 def test_in_bfloat16_a_layer_rounds_its_weights_and_its_result_as_torch_does(kernels):
@@ -163,14 +204,15 @@ def test_torch_is_taken_when_asked_for():
     share=st.integers(1, 6),
     dim=st.sampled_from([8, 16, 24, 64]),
     size=st.sampled_from([1, 3, 8, 16, 40]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
     seed=st.integers(0, 9),
 )
-def test_attention_is_exact_for_every_shape(kernels, batch, kv_heads, share, dim, size, seed):
+def test_attention_is_exact_for_every_shape(kernels, batch, kv_heads, share, dim, size, dtype, seed):
     numbers = torch.Generator().manual_seed(seed)
     # Queries lie head by head, as transformers hands them over; blocks hold garbage behind what may be read.
     rows = torch.randn(kv_heads * share, batch, dim, generator=numbers).transpose(0, 1)
     width = -(-40 // size)
-    keys, values = torch.randn(2, batch * width + 1, kv_heads, size, dim, generator=numbers).unbind()
+    keys, values = torch.randn(2, batch * width + 1, kv_heads, size, dim, generator=numbers).to(dtype).unbind()
     tables = (1 + torch.randperm(batch * width, generator=numbers)).view(batch, width)
     counts = torch.randint(1, 40, (batch,), generator=numbers)
     seen = []

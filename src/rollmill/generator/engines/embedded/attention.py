@@ -211,7 +211,10 @@ def gathered(kv: torch.Tensor, tables: torch.Tensor) -> torch.Tensor:
     """Return a copy, `[batch, kv_heads, tokens, head_dim]`, of the blocks in `tables`, int64 [batch, blocks]."""
     batch, width = tables.shape
     _, kv_heads, size, head_dim = kv.shape
-    return kv[tables].transpose(1, 2).reshape(batch, kv_heads, width * size, head_dim)
+    # Whole blocks of one head, in the order in which they are wanted: one copy of long runs.
+    runs = tables[:, None] * kv_heads + torch.arange(kv_heads)[None, :, None]
+    copied = kv.reshape(-1, size * head_dim).index_select(0, runs.flatten())
+    return copied.view(batch, kv_heads, width * size, head_dim)
 
 
 AttentionInterface.register(ATTENTION_NAME, block_attention)

@@ -190,12 +190,20 @@ static float softmax(float *scores, long n) {
     return sum_of(total);
 }
 
-/* Where the KV of one key head lies: position p is in block p / size of the table, at `start`, `stride` apart. */
+/* Where the KV of one key head lies: position p is in block p / size of the table, at `start`, `stride` apart, counted in
+ * numbers, which are float32 or bfloat16. */
 struct kv {
-    const float *keys, *values;
+    const void *keys, *values;
     const int64_t *table;
     long start, stride, size;
 };
+
+/* Eight numbers from the `at`-th on. */
+static inline __attribute__((always_inline)) lanes eight_of(const int half, const void *numbers, long at) {
+    if (!half) return *(const lanes *)((const float *)numbers + at);
+    __m128i upper = _mm_loadu_si128((const __m128i *)((const uint16_t *)numbers + at));
+    return (lanes)_mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(upper), 16));
+}
 
 /* Sums of the lanes of four vectors; each sum has one order, whatever the other three are. */
 static inline __m128 sums_of(__m256 a, __m256 b, __m256 c, __m256 d) {
@@ -206,11 +214,11 @@ static inline __m128 sums_of(__m256 a, __m256 b, __m256 c, __m256 d) {
 /* Scores of `heads` query heads at the positions `first` to `last` of one block, `together` at a time: enough sums in
  * flight to keep both multipliers busy, few enough for 16 registers. */
 static inline __attribute__((always_inline)) void block_scores(
-    const int heads, const int together, const float *q, long q_stride, const float *keys, long first, long last,
-    long dim, float scale, float *scores, long room) {
+    const int half, const int heads, const int together, const float *q, long q_stride, const void *keys, long at,
+    long first, long last, long dim, float scale, float *scores, long room) {
     for (long p = first; p < last; p += together) {
-        const float *key[4]; /* behind the end the last one is computed again, in vain */
-        for (int i = 0; i < together; i++) key[i] = keys + ((p + i < last ? p + i : last - 1) - first) * dim;
+        long key[4]; /* behind the end the last one is computed again, in vain */
+        for (int i = 0; i < together; i++) key[i] = at + ((p + i < last ? p + i : last - 1) - first) * dim;
         lanes sum[SHARE][4];
 #pragma GCC unroll 4
         for (int h = 0; h < heads; h++)
@@ -219,7 +227,7 @@ static inline __attribute__((always_inline)) void block_scores(
         for (long d = 0; d < dim; d += 8) {
             lanes part[4];
 #pragma GCC unroll 4
-            for (int i = 0; i < together; i++) part[i] = *(const lanes *)(key[i] + d);
+            for (int i = 0; i < together; i++) part[i] = eight_of(half, keys, key[i] + d);
 #pragma GCC unroll 4
             for (int h = 0; h < heads; h++) {
                 lanes query = *(const lanes *)(q + h * q_stride + d);
@@ -238,7 +246,7 @@ static inline __attribute__((always_inline)) void block_scores(
 
 /* Adds weighted values of all blocks to `width` vectors of 8, from dimension `d` on, for `heads` query heads. */
 static inline __attribute__((always_inline)) void weighted_sum(
-    const int heads, const int width, struct kv kv, long d, float *out, long out_stride, long n, long dim,
+    const int half, const int heads, const int width, struct kv kv, long d, float *out, long out_stride, long n, long dim,
     const float *scores, long room, const float *total) {
     lanes sum[SHARE][4];
 #pragma GCC unroll 4
@@ -246,12 +254,12 @@ static inline __attribute__((always_inline)) void weighted_sum(
 #pragma GCC unroll 4
         for (int i = 0; i < width; i++) sum[h][i] = (lanes){0};
     for (long first = 0; first < n; first += kv.size) {
-        const float *value = kv.values + kv.table[first / kv.size] * kv.stride + kv.start + d;
+        long value = kv.table[first / kv.size] * kv.stride + kv.start + d;
         long last = n - first < kv.size ? n : first + kv.size;
         for (long p = first; p < last; p++, value += dim) {
             lanes part[4];
 #pragma GCC unroll 4
-            for (int i = 0; i < width; i++) part[i] = *(const lanes *)(value + 8 * i);
+            for (int i = 0; i < width; i++) part[i] = eight_of(half, kv.values, value + 8 * i);
 #pragma GCC unroll 4
             for (int h = 0; h < heads; h++) {
                 lanes weight = _mm256_broadcast_ss(scores + h * room + p);
@@ -270,20 +278,37 @@ static inline __attribute__((always_inline)) void weighted_sum(
 
 /* `heads` query heads over the first `n` positions of one key head; `dim` is a multiple of 8. */
 static inline __attribute__((always_inline)) void attend(
-    const int heads, const float *q, long q_stride, struct kv kv, float *out, long out_stride, long n, long dim,
+    const int half, const int heads, const float *q, long q_stride, struct kv kv, float *out, long out_stride, long n, long dim,
     float scale, float *scores, long room) {
     const int together = heads < 4 ? 4 : 2, wide = heads < 4 ? 4 : 2;
     for (long first = 0; first < n; first += kv.size) {
-        const float *keys = kv.keys + kv.table[first / kv.size] * kv.stride + kv.start;
+        long at = kv.table[first / kv.size] * kv.stride + kv.start;
         long last = n - first < kv.size ? n : first + kv.size;
-        block_scores(heads, together, q, q_stride, keys, first, last, dim, scale, scores, room);
+        block_scores(half, heads, together, q, q_stride, kv.keys, at, first, last, dim, scale, scores, room);
     }
     float total[SHARE];
     for (int h = 0; h < heads; h++) total[h] = softmax(scores + h * room, n);
     long d = 0;
     for (; d + 8 * wide <= dim; d += 8 * wide)
-        weighted_sum(heads, wide, kv, d, out, out_stride, n, dim, scores, room, total);
-    for (; d < dim; d += 8) weighted_sum(heads, 1, kv, d, out, out_stride, n, dim, scores, room, total);
+        weighted_sum(half, heads, wide, kv, d, out, out_stride, n, dim, scores, room, total);
+    for (; d < dim; d += 8) weighted_sum(half, heads, 1, kv, d, out, out_stride, n, dim, scores, room, total);
+}
+
+#define ATTEND(half, heads) attend(half, heads, q, q_stride, kv, out, out_stride, n, dim, scale, scores, room)
+
+static void attend_of(
+    long half, long heads, const float *q, long q_stride, struct kv kv, float *out, long out_stride, long n, long dim,
+    float scale, float *scores, long room) {
+    switch (heads + (half ? SHARE : 0)) {
+    case 1: ATTEND(0, 1); break;
+    case 2: ATTEND(0, 2); break;
+    case 3: ATTEND(0, 3); break;
+    case 4: ATTEND(0, 4); break;
+    case SHARE + 1: ATTEND(1, 1); break;
+    case SHARE + 2: ATTEND(1, 2); break;
+    case SHARE + 3: ATTEND(1, 3); break;
+    case SHARE + 4: ATTEND(1, 4); break;
+    }
 }
 
 /* The order in which rows and key heads are computed: of rows that begin with the same block (siblings of a group) one
@@ -297,10 +322,11 @@ static void arrange(long *order, const int64_t *tables, long width, long batch, 
 }
 
 /* out [batch, kv_heads * share, dim]; row b looks at the first counts[b] positions of the sequence whose blocks are
- * tables[b * width ...]. Keys and values are [blocks][kv_heads][size][dim], `block` floats from one block to the next.
+ * tables[b * width ...]. Keys and values are [blocks][kv_heads][size][dim], `block` numbers from one block to the next, bfloat16 if
+ * `half`, else float32.
  * Returns 0, or 1 if there was no memory for the scores. */
 long rollmill_attend(
-    const float *q, long q_row, long q_head, const float *keys, const float *values, long block, long size,
+    const float *q, long q_row, long q_head, const void *keys, const void *values, long half, long block, long size,
     const int64_t *tables, long width, const int64_t *counts, float *out, long batch, long kv_heads, long share,
     long dim, float scale, long threads) {
     long longest = 0, failed = 0;
@@ -325,12 +351,8 @@ long rollmill_attend(
                 long h = kv * share + first;
                 const float *from = q + b * q_row + h * q_head;
                 float *to = out + (b * kv_heads * share + h) * dim;
-                switch (share - first) {
-                case 1: attend(1, from, q_head, at, to, dim, counts[b], dim, scale, scores, room); break;
-                case 2: attend(2, from, q_head, at, to, dim, counts[b], dim, scale, scores, room); break;
-                case 3: attend(3, from, q_head, at, to, dim, counts[b], dim, scale, scores, room); break;
-                default: attend(4, from, q_head, at, to, dim, counts[b], dim, scale, scores, room); break;
-                }
+                long heads = share - first < SHARE ? share - first : SHARE;
+                attend_of(half, heads, from, q_head, at, to, dim, counts[b], dim, scale, scores, room);
             }
         }
         free(scores);

@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 from torch import nn
 
-from rollmill.generator.engines.embedded.native import Kernels, KernelsUnavailable, load_kernels
+from rollmill.generator.engines.embedded.native import Kernels, KernelsUnavailable, load_kernels, load_products
 
 KernelChoice = Literal["auto", "native", "torch"]
 
@@ -33,11 +33,21 @@ def choose_kernels(choice: KernelChoice) -> Kernels | None:
     if choice == "torch":
         return None
     try:
-        return load_kernels()
+        return load_products()
     except KernelsUnavailable as error:
         if choice == "native":
             raise
         _log.warning("%s", error)
+        return None
+
+
+def choose_attention(choice: KernelChoice) -> Kernels | None:
+    """Return the compiled kernels for attention, or `None` if torch attends: they serve where products may not."""
+    if choice == "torch":
+        return None
+    try:
+        return load_kernels()
+    except KernelsUnavailable:  # choose_kernels has said why, or raised
         return None
 
 

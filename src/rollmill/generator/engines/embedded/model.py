@@ -26,7 +26,13 @@ from rollmill.generator.engines.embedded.attention import (
     Segment,
     causal_mask,
 )
-from rollmill.generator.engines.embedded.linears import Destination, KernelChoice, choose_kernels, destinations
+from rollmill.generator.engines.embedded.linears import (
+    Destination,
+    KernelChoice,
+    choose_attention,
+    choose_kernels,
+    destinations,
+)
 from rollmill.generator.engines.embedded.native import DIM_STEP
 
 _PROBE_TOLERANCE = {torch.float32: 2e-3, torch.bfloat16: 0.5}
@@ -103,13 +109,13 @@ class ServedModel:
         self._model = _build(config, dtype=dtype)
         compiled = choose_kernels(kernels)
         self.native_kernels = compiled is not None
-        self._compiled = compiled
+        self._attention = choose_attention(kernels)
         self._destinations = destinations(self._model, kernels=compiled)
         text = config.get_text_config()
         self.layers = int(text.num_hidden_layers)
         self.kv_heads = int(getattr(text, "num_key_value_heads", None) or text.num_attention_heads)
         self.head_dim = int(getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
-        self.needs_masks = compiled is None or dtype != torch.float32 or self.head_dim % DIM_STEP > 0
+        self.needs_masks = self._attention is None or self.head_dim % DIM_STEP > 0
         self.vocabulary_size = int(text.vocab_size)
         self.context_len = int(getattr(text, "max_position_embeddings", 0) or 1 << 30)
         accepted = inspect.signature(self._model.forward).parameters
@@ -231,7 +237,7 @@ class ServedModel:
                 use_cache=True,
                 logits_to_keep=0 if keep is None else keep,
                 block_plan=plan,
-                block_kernels=self._compiled,
+                block_kernels=self._attention,
                 **{self._cache_argument: pool},
             )
         finally:

@@ -1,8 +1,9 @@
 """Compiles and binds `kernels.c`, once per machine, and proves the result before use.
 
-Needs an x86-64 CPU with AVX2 and FMA (and without AVX-512, where torch's own kernels have not been measured against
-these), and a C compiler at the first use; the library is kept under the cache directory and found by the digest of its
-source and flags. Decides only whether the kernels can be used here; without them torch computes the same products.
+Needs an x86-64 CPU with AVX2 and FMA, and a C compiler at the first use; the library is kept under the cache directory
+and found by the digest of its source and flags. Products are taken only where there is no AVX-512: with it torch's own
+have not been measured against these. Attention is taken with it too: torch's would need a copy of all keys and values.
+Decides only whether the kernels can be used here; without them torch computes the same.
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ class Kernels:
         self._pack.argtypes, self._pack.restype = [pointer, pointer, number, number, number], None
         self._linear.argtypes, self._linear.restype = [pointer] * 3 + [number] * 4, None
         self._attend = library.rollmill_attend
-        self._attend.argtypes = [pointer, number, number, pointer, pointer, number, number, pointer, number, pointer]
-        self._attend.argtypes += [pointer] + [number] * 4 + [ctypes.c_float, number]
+        self._attend.argtypes = [pointer, number, number, pointer, pointer, number, number, number, pointer, number]
+        self._attend.argtypes += [pointer, pointer] + [number] * 4 + [ctypes.c_float, number]
         self._attend.restype = number
 
     def new_packed(self, *, outputs: int, inputs: int) -> torch.Tensor:
@@ -78,8 +79,8 @@ class Kernels:
         """Return softmax attention of row b over the first `counts[b]` tokens of the blocks in `tables[b]`.
 
         Args:
-            rows: float32 [batch, heads, dim], the last dimension contiguous; `dim` a multiple of `DIM_STEP`.
-            keys: float32 [blocks, kv_heads, size, dim], contiguous.
+            rows: [batch, heads, dim]; `dim` a multiple of `DIM_STEP`. The result has their type.
+            keys: float32 or bfloat16 [blocks, kv_heads, size, dim], contiguous. Sums are float32 either way.
             values: as keys.
             tables: int64 [batch, width], contiguous; blocks behind `counts` are not read.
             counts: int64 [batch], from 1 to `width * size`.
@@ -87,6 +88,8 @@ class Kernels:
         """
         batch, heads, dim = rows.shape
         kv_heads, size = keys.shape[1:3]
+        asked = rows.dtype
+        rows = rows.to(torch.float32)
         if rows.stride(2) != 1:
             rows = rows.contiguous()
         out = torch.empty(batch, heads, dim, dtype=torch.float32)
@@ -96,6 +99,7 @@ class Kernels:
             rows.stride(1),
             keys.data_ptr(),
             values.data_ptr(),
+            keys.dtype == torch.bfloat16,
             keys.stride(0),
             size,
             tables.data_ptr(),
@@ -111,7 +115,7 @@ class Kernels:
         )
         if failed:
             raise MemoryError(f"no memory for the attention scores of {int(counts.max())} tokens")
-        return out
+        return out.to(asked)
 
 
 class KernelsUnavailable(ModelError):
@@ -125,15 +129,30 @@ def load_kernels() -> Kernels:
     Raises:
         KernelsUnavailable: if the CPU, the compiler or the proof says no; the message has the reason.
     """
-    capability = torch.backends.cpu.get_cpu_capability()
-    if capability != "AVX2":
-        raise _unavailable(f"they are written and measured for AVX2, and torch reports {capability}")
+    capability = _capability()
+    if not capability.startswith(("AVX2", "AVX512")):
+        raise _unavailable(f"they are written for AVX2, and torch reports {capability}")
     try:
         kernels = Kernels(ctypes.CDLL(str(_library())))
     except (OSError, AttributeError) as error:
         raise _unavailable(f"the compiled library does not load: {error}") from error
     _prove(kernels)
     return kernels
+
+
+def load_products() -> Kernels:
+    """Return the kernels where their products are known to be faster than torch's.
+
+    Raises:
+        KernelsUnavailable: elsewhere.
+    """
+    if (capability := _capability()) != "AVX2":
+        raise _unavailable(f"their products are written and measured for AVX2, and torch reports {capability}")
+    return load_kernels()
+
+
+def _capability() -> str:
+    return torch.backends.cpu.get_cpu_capability()
 
 
 def _unavailable(reason: str) -> KernelsUnavailable:

@@ -23,15 +23,16 @@ MOST_GUESSED = 8
 _ORDERS = (4, 3, 2)
 """Lengths of the runs of tokens that are looked up, the longest first."""
 _FORGET_RATE = 0.99
-_FORGET_COST = 0.995
+_FORGET_COST = 1.01
 _TRY_EVERY = 64
 """Passes without a guess before a few are made to see whether that still does not pay."""
 _TRIED = 4
 """Sequences that guess then."""
 _FREE_ROWS = 11.0
 """Measured with SmolLM2 on AVX2, one thread: a pass over 8, 16, 32, 64 rows costs as much as 19, 27, 43, 75."""
-_MOST_FREE_ROWS = 256.0
-_PASSES_TO_TRUST = 20.0
+_BELIEVED = (2.0, 40.0)
+"""What is measured outside of this is noise: with AVX-512 the same model has 26."""
+_PASSES_TO_TRUST, _SIZES_TO_TRUST = 5, 3
 _KEPT = 16
 """Prompts whose answers are remembered after the last of them ended, for siblings that come later."""
 
@@ -65,7 +66,9 @@ class Rate:
 
 
 class PassCost:
-    """What a row of a pass costs beside what every pass costs: a line through (rows, seconds), forgetting.
+    """What a row of a pass costs beside what every pass costs: a line through the quick passes of each size.
+
+    Other work on the machine only ever adds time, so of each number of rows the least time counts, slowly forgotten.
 
     Example:
         >>> cost = PassCost()
@@ -73,27 +76,32 @@ class PassCost:
         ...     cost.see(rows, seconds=0.020 + 0.004 * rows)
         >>> round(cost.free_rows, 6)
         5.0
-        >>> cost.break_even(15)
+        >>> round(cost.break_even(15), 6)
         0.75
     """
 
     def __init__(self) -> None:
-        self._n = self._x = self._y = self._xx = self._xy = 0.0
+        self._least: dict[int, tuple[float, int]] = {}
 
     def see(self, rows: int, *, seconds: float) -> None:
         """Take in one pass that computed no prompt."""
-        old = _FORGET_COST
-        self._n, self._x, self._y = self._n * old + 1.0, self._x * old + rows, self._y * old + seconds
-        self._xx, self._xy = self._xx * old + rows * rows, self._xy * old + rows * seconds
+        least, seen = self._least.get(rows, (seconds, 0))
+        self._least[rows] = min(seconds, least * _FORGET_COST), seen + 1
 
     @property
     def free_rows(self) -> float:
         """How many rows cost as much as a pass without any."""
-        spread = self._n * self._xx - self._x * self._x
-        slope = (self._n * self._xy - self._x * self._y) / spread if spread > 1e-9 else 0.0
-        if self._n < _PASSES_TO_TRUST or slope <= 0.0:
+        known = [(rows, least) for rows, (least, seen) in self._least.items() if seen >= _PASSES_TO_TRUST]
+        if len(known) < _SIZES_TO_TRUST:
             return _FREE_ROWS
-        return min(max((self._y - slope * self._x) / (self._n * slope), 0.0), _MOST_FREE_ROWS)
+        mean_rows = sum(rows for rows, _ in known) / len(known)
+        mean_s = sum(least for _, least in known) / len(known)
+        spread = sum((rows - mean_rows) ** 2 for rows, _ in known)
+        slope = sum((rows - mean_rows) * (least - mean_s) for rows, least in known) / spread
+        if slope <= 0.0:
+            return _FREE_ROWS
+        low, high = _BELIEVED
+        return min(max(mean_s / slope - mean_rows, low), high)
 
     def break_even(self, rows: int) -> float:
         """Return the probability of being right above which one row more pays."""
