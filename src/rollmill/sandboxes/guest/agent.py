@@ -199,18 +199,16 @@ class Agent:
     def _python(self, head: dict[str, Any], payload: bytes) -> None:
         user = self._user(head)
         env = jobs.environment(head["env"], user)
-        key = f"{user.uid}:{env['PATH']}"
-        if key not in self._warm:
-            warm = WarmPython.start(user, env, limits=self._limits)
-            self._warm[key] = warm
-            self._watch(warm.fileno(), select.POLLIN, lambda _: self._on_warm(key))
         code, stdin = payload[: head["code_bytes"]], payload[head["code_bytes"] :]
         job = Job(head["n"], head, stdin=stdin)
         stdio = job.open_pipes()
         try:
-            self._warm[key].run(
-                job, code=code, stdio=stdio, env=env, cwd=head.get("cwd") or _home(user), argv=head["argv"]
-            )
+            cwd = head.get("cwd") or _home(user)
+            try:
+                self._warm_python(user, env).run(job, code=code, stdio=stdio, env=env, cwd=cwd, argv=head["argv"])
+            except ConnectionError:  # ended since its last use, and not noticed yet
+                self._on_warm(_warm_key(user, env))
+                self._warm_python(user, env).run(job, code=code, stdio=stdio, env=env, cwd=cwd, argv=head["argv"])
         except OSError:
             job.close()
             raise
@@ -218,6 +216,14 @@ class Agent:
             for one in stdio:
                 os.close(one)
         self._begin(job)
+
+    def _warm_python(self, user: User, env: dict[str, str]) -> WarmPython:
+        """Return the running fork-server of a user and a PATH, or start it."""
+        key = _warm_key(user, env)
+        if key not in self._warm:
+            self._warm[key] = warm = WarmPython.start(user, env, limits=self._limits)
+            self._watch(warm.fileno(), select.POLLIN, lambda _: self._on_warm(key))
+        return self._warm[key]
 
     def _begin(self, job: Job) -> None:
         self._jobs[job.number] = job
@@ -335,6 +341,10 @@ class Agent:
         "stdin": _stdin,
         "signal": _signal,
     }
+
+
+def _warm_key(user: User, env: dict[str, str]) -> str:
+    return f"{user.uid}:{env['PATH']}"
 
 
 def _home(user: User) -> str:

@@ -135,9 +135,11 @@ class NamespaceProvider:
         except SetupFailed as error:
             await self._put_down(sandbox)
             raise self._explain(error, sandbox) from error
-        except BaseException:
-            # Cancelled, refused or dead at birth: nothing of it may stay, and the order needs nobody who waits for it.
-            sandbox.order_end(DeathReason.START_FAILED)
+        except asyncio.CancelledError:
+            sandbox.order_end(DeathReason.START_FAILED)  # whoever cancels has no time; the order needs nobody who waits
+            raise
+        except Exception:
+            await self._put_down(sandbox)
             raise
 
     async def attach(self, id: str) -> NamespaceSandbox:
@@ -261,7 +263,10 @@ class NamespaceProvider:
     async def _start(self, sandbox: NamespaceSandbox, zygote: ZygoteLink) -> NamespaceSandbox:
         ours, theirs = _socketpair()
         loop = asyncio.get_running_loop()
-        zygote.order(self._order(sandbox), descriptors=[theirs])
+        if not zygote.order(self._order(sandbox), descriptors=[theirs]):
+            ours.close()
+            self._forget(sandbox, reason=DeathReason.PROVIDER_LOST, detail="the zygote ended before the order")
+            raise SandboxRetryable(f"sandbox {sandbox.id}: the zygote ended just now; another one starts", after_s=0.0)
         await loop.create_unix_connection(lambda: sandbox.channel, sock=ours)
         sandbox.became_ready(await asyncio.shield(sandbox.channel.ready))
         require(self._settings.minimum_isolation, known(sandbox.protections))
@@ -376,7 +381,7 @@ class NamespaceProvider:
             self._alive.pop(sandbox.id, None)
             self._ends[sandbox.id] = sandbox.status()
         loop = asyncio.get_running_loop()
-        cleaning = loop.run_in_executor(None, _clean_up, self.records, records, self._settings.end_s)
+        cleaning = loop.run_in_executor(None, _clean_up, self._zygote, self.records, records, self._settings.end_s)
         self._cleaning.add(cleaning)
         cleaning.add_done_callback(self._cleaning.discard)
 
@@ -411,8 +416,10 @@ def _check_image(image: Image) -> None:
             raise ImageError(f"the layer {path!r} is no absolute path of a directory; was the image unpacked here?")
 
 
-def _clean_up(records: DiskRecords, left: Sequence[DiskRecord], limit_s: float) -> None:
+def _clean_up(zygote: ZygoteLink | None, records: DiskRecords, left: Sequence[DiskRecord], limit_s: float) -> None:
     """Remove the groups of sandboxes whose zygote was lost, then their records; a later sweep takes what stays."""
+    if zygote is not None:
+        zygote.reap(limit_s=limit_s)
     deadline = time.monotonic() + limit_s
     for record in left:
         groups = Groups(record.groups)

@@ -96,10 +96,15 @@ class ZygoteLink:
         """Return whether orders can be given."""
         return self._control is not None
 
-    def order(self, message: dict[str, Any], *, descriptors: Sequence[socket.socket] = ()) -> None:
-        """Hand an order over; the sockets are closed here once they are sent."""
+    def order(self, message: dict[str, Any], *, descriptors: Sequence[socket.socket] = ()) -> bool:
+        """Hand an order over, `False` if the zygote is gone; the sockets are closed here in either case."""
+        if self._control is None:
+            for one in descriptors:
+                one.close()
+            return False
         self._orders.append((json.dumps(message).encode(), list(descriptors)))
         self._write()
+        return True
 
     def _write(self) -> None:
         if self._control is None:
@@ -169,19 +174,16 @@ class ZygoteLink:
         """Tell it to quit, and wait for its end; kill it at the limit, and its sandboxes with it."""
         if self._control is not None and self._process is not None:
             self.order({"op": "quit"})
-        await self.reap(limit_s=limit_s)
+        await asyncio.get_running_loop().run_in_executor(None, lambda: self.reap(limit_s=limit_s))
         self._release()
         self._read_complaint()
 
-    async def reap(self, *, limit_s: float) -> None:
-        """Wait for the process to end, and kill it at the limit."""
-        if self._process is not None:
-            await asyncio.get_running_loop().run_in_executor(None, _end, self._process, limit_s)
-
-
-def _end(process: subprocess.Popen[bytes], limit_s: float) -> None:
-    try:
-        process.wait(limit_s)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
+    def reap(self, *, limit_s: float) -> None:
+        """Wait for the process to end, and kill it at the limit. Blocks: call it in a thread."""
+        if self._process is None:
+            return
+        try:
+            self._process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()

@@ -1,0 +1,26 @@
+"""An owner of sandboxes for tests that kill it: starts some, says so on stdout, and goes on until it is killed."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+
+from rollmill.sandboxes import Lease, Limits, NamespaceProvider, NamespaceSettings, SandboxSpec
+
+SPEC = SandboxSpec(limits=Limits(memory_bytes=64 << 20, disk_bytes=16 << 20, inodes=1000, pids=20))
+
+
+async def main(directory: Path, name: str, count: int) -> None:
+    async with NamespaceProvider(NamespaceSettings(directory=directory)) as provider:
+        for i in range(count):
+            lease = Lease(owner=name, ttl_s=600.0)
+            sandbox = await provider.create(SPEC, id=f"{name}-{i}", labels={"owner": name}, lease=lease)
+            await sandbox.start_process(["sh", "-c", "setsid sleep 987654 & exec sleep 987654"])
+            sys.stdout.write(f"{sandbox.id}\n")
+            sys.stdout.flush()
+        await asyncio.sleep(600)
+
+
+if __name__ == "__main__":
+    asyncio.run(main(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])))

@@ -1,0 +1,124 @@
+"""`rollmill sandbox` as a process, and the whole contract and abuse suites as a plain user."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import rollmill
+from sandbox_builders import Provider, real_rig, start, until, why_no_namespaces
+
+pytestmark = pytest.mark.integration
+
+TESTS = Path(__file__).parents[1]
+PLAIN_USER = 54321
+SOMEBODY_ELSES_PYTHON = "/usr/bin/python3"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def works(tmp_path_factory: pytest.TempPathFactory) -> None:
+    if reason := why_no_namespaces(tmp_path_factory.mktemp("probe")):
+        pytest.skip(f"no namespace sandboxes here: {reason}")
+
+
+def command(*arguments: str, directory: Path, stdin: bytes = b"") -> subprocess.CompletedProcess[bytes]:
+    name, *rest = arguments
+    line = [sys.executable, "-m", "rollmill.cli", "sandbox", name, "--directory", str(directory), *rest]
+    return subprocess.run(line, capture_output=True, input=stdin, timeout=60, check=False)
+
+
+def test_a_command_runs_with_its_input_and_its_exit_status(tmp_path):
+    script = "import sys; print(sys.stdin.read().upper()); print('oops', file=sys.stderr); sys.exit(7)"
+    done = command("run", "-e", "A=b", "python", "-c", script, directory=tmp_path, stdin=b"hello")
+    assert (done.returncode, done.stdout, done.stderr) == (7, b"HELLO\n", b"oops\n")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_command_that_takes_too_long_ends_with_124(tmp_path):
+    done = command("run", "--timeout-s", "0.5", "--json", "sleep", "600", directory=tmp_path)
+    document = json.loads(done.stdout)
+    assert (done.returncode, document["killed_by"], document["exit_code"]) == (124, "timeout", -9)
+
+
+def test_a_directory_of_the_host_is_shown_when_it_is_exposed_and_cannot_be_written(tmp_path):
+    shown = tmp_path / "shown"
+    shown.mkdir()
+    shown.chmod(0o755)
+    (shown / "f").write_text("text", encoding="ascii")
+    line = f"cat {shown}/f; touch {shown}/g || echo refused"
+    done = command("run", "--expose", str(shown), "sh", "-c", line, directory=tmp_path / "records")
+    assert done.stdout == b"textrefused\n"
+    assert not (shown / "g").exists()
+
+
+def test_less_isolation_than_asked_for_is_an_error_that_says_what_to_do(tmp_path):
+    done = command("run", "--minimum-isolation", "virtual_machine", "true", directory=tmp_path)
+    assert done.returncode == 2
+    assert b"error [isolation]" in done.stderr
+    assert b"a virtual machine backend" in done.stderr
+
+
+def test_the_doctor_says_what_holds(tmp_path):
+    done = command("doctor", "--json", directory=tmp_path)
+    document = json.loads(done.stdout)
+    assert (done.returncode, document["works"], document["problem"]) == (0, True, "")
+    held = {one["name"] for one in document["findings"] if one["holds"]}
+    assert {"namespaces", "user_namespace", "no_network", "seccomp", "capabilities_dropped"} <= held
+    assert document["isolation"] in {"hardened", "capped"}
+    assert all(one["remedy"] for one in document["findings"])
+
+
+def test_sandboxes_of_another_process_are_listed_and_can_be_killed(tmp_path):
+    async def body(provider: Provider) -> None:
+        sandbox = await start(provider, id="mine")
+        listed = await _in_thread("list", "--json", directory=tmp_path)
+        (row,) = json.loads(listed.stdout)
+        assert (row["id"], row["state"], row["owner_pid"]) == ("mine", "running", os.getpid())
+        killed = await _in_thread("kill", "mine", directory=tmp_path)
+        assert (killed.returncode, killed.stdout) == (0, b"ended mine\n")
+        await until(lambda: sandbox.death is not None)
+        assert sandbox.death.reason.value == "killed_by_operator"
+        assert (await _in_thread("list", directory=tmp_path)).stdout == b"no sandboxes\n"
+
+    with real_rig(tmp_path) as rig:
+        rig.run(body)
+
+
+async def _in_thread(*arguments: str, directory: Path) -> subprocess.CompletedProcess[bytes]:
+    return await asyncio.to_thread(command, *arguments, directory=directory)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.geteuid() != 0, reason="this whole suite runs as a plain user already")
+@pytest.mark.parametrize("suite", ["contract/test_sandbox_contract.py", "integration/test_sandbox_abuse.py"])
+def test_the_suites_pass_as_a_plain_user(suite, tmp_path_factory):
+    base = tmp_path_factory.mktemp("plain")
+    base.chmod(0o777)
+    for one in base.parents[:2]:
+        one.chmod(0o755)
+    version = subprocess.run([SOMEBODY_ELSES_PYTHON, "-V"], capture_output=True, text=True, check=False).stdout
+    if not version.startswith(f"Python {sys.version_info.major}.{sys.version_info.minor}."):
+        pytest.skip(f"a plain user has {version!r} at {SOMEBODY_ELSES_PYTHON}, which cannot load these packages")
+    packages = os.pathsep.join(
+        [str(Path(rollmill.__file__).parents[1]), os.path.dirname(os.path.dirname(pytest.__file__))]
+    )
+    done = subprocess.run(
+        [SOMEBODY_ELSES_PYTHON, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "not fake", TESTS / suite],
+        env={"PATH": "/usr/bin:/bin", "PYTHONPATH": packages, "PYTHONDONTWRITEBYTECODE": "1", "TMPDIR": str(base)},
+        user=PLAIN_USER,
+        group=PLAIN_USER,
+        extra_groups=[],
+        cwd=TESTS.parent,
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
+    assert " passed" in done.stdout

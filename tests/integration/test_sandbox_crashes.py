@@ -1,0 +1,203 @@
+"""SIGKILL of the owner, of the zygote, or of both, at any moment: after one sweep nothing is left of their sandboxes."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from rollmill.errors import SandboxDead
+from rollmill.sandboxes import Culprit, DeathReason, Provider, SandboxState
+from rollmill.sandboxes.disk_records import DiskRecords, ProcessMark, is_alive
+from rollmill.sandboxes.guest.cgroups import PARENT_NAME, discover
+from rollmill.sandboxes.sweep import kill_outright, sweep
+from sandbox_builders import real_rig, start, until, why_no_namespaces
+
+pytestmark = pytest.mark.integration
+
+OWNER = Path(__file__).with_name("sandbox_owner.py")
+ROUNDS = 100
+
+
+@pytest.fixture(scope="module", autouse=True)
+def works(tmp_path_factory: pytest.TempPathFactory) -> None:
+    if reason := why_no_namespaces(tmp_path_factory.mktemp("probe")):
+        pytest.skip(f"no namespace sandboxes here: {reason}")
+
+
+class Owner:
+    """A process with sandboxes, to be killed."""
+
+    def __init__(self, directory: Path, name: str, *, count: int) -> None:
+        command = [sys.executable, str(OWNER), str(directory), name, str(count)]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True)
+        self.directory = directory
+        self.pid = self.process.pid
+
+    def started(self, count: int) -> list[str]:
+        assert self.process.stdout is not None
+        return [self.process.stdout.readline().decode().strip() for _ in range(count)]
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait(20)
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+
+
+@pytest.fixture
+def owner(tmp_path: Path) -> Iterator[Owner]:
+    owner = Owner(tmp_path / "records", "killed", count=2)
+    yield owner
+    if owner.process.poll() is None:
+        owner.kill()
+    sweep(DiskRecords(tmp_path / "records"))
+
+
+def groups_of(pid: int) -> list[Path]:
+    return [path for one in discover() for path in Path(one.group, PARENT_NAME).glob(f"{pid}-*")]
+
+
+def eventually(holds, *, limit_s: float = 20.0) -> None:
+    deadline = time.monotonic() + limit_s
+    while not holds():
+        assert time.monotonic() < deadline, "did not come true"
+        time.sleep(0.01)
+
+
+def nothing_left(owner: Owner, marks: list[ProcessMark]) -> None:
+    assert [mark for mark in marks if is_alive(mark)] == []
+    assert groups_of(owner.pid) == []
+    assert list(owner.directory.iterdir()) == []
+    sleepers = [one.pid for one in psutil.process_iter(["cmdline"]) if "987654" in (one.info["cmdline"] or [])]
+    assert sleepers == []
+
+
+def marks_of(owner: Owner) -> list[ProcessMark]:
+    records = DiskRecords(owner.directory).read_all()
+    return [mark for one in records for mark in (one.helper, one.first_process) if mark is not None]
+
+
+def test_a_killed_owner_takes_its_sandboxes_with_it_without_any_sweep(owner):
+    assert owner.started(2) == ["killed-0", "killed-1"]
+    marks = marks_of(owner)
+    assert len(set(marks)) == 3  # one zygote, two first processes
+    owner.kill()
+    eventually(lambda: not any(map(is_alive, marks)))
+    nothing_left(owner, marks)
+
+
+def test_an_owner_and_its_zygote_killed_together_leave_what_one_sweep_removes(owner):
+    owner.started(2)
+    marks = marks_of(owner)
+    os.kill(marks[0].pid, signal.SIGSTOP)  # the zygote must not tidy up
+    owner.kill()
+    os.kill(marks[0].pid, signal.SIGKILL)
+    report = sweep(DiskRecords(owner.directory))
+    assert (sorted(report.removed), report.left) == (["killed-0", "killed-1"], ())
+    nothing_left(owner, marks)
+
+
+def test_a_sweep_removes_what_a_zygote_that_hangs_would_keep(owner):
+    owner.started(2)
+    marks = marks_of(owner)
+    os.kill(marks[0].pid, signal.SIGSTOP)
+    owner.kill()
+    sweep(DiskRecords(owner.directory))
+    nothing_left(owner, marks)
+
+
+def test_a_sweep_leaves_the_sandboxes_of_owners_that_live(owner):
+    owner.started(2)
+    marks = marks_of(owner)
+    assert sweep(DiskRecords(owner.directory)).removed == ()
+    assert all(map(is_alive, marks))
+
+
+def test_a_lost_zygote_is_infrastructures_fault_and_the_next_sandbox_gets_a_new_one(tmp_path):
+    async def body(provider: Provider) -> None:
+        sandbox = await start(provider)
+        call = asyncio.ensure_future(sandbox.exec(["sleep", "600"]))
+        await until(lambda: sandbox.state is SandboxState.BUSY)
+        record = provider.records.read(sandbox.id)
+        os.kill(record.helper.pid, signal.SIGKILL)
+        with pytest.raises(SandboxDead, match="the zygote is gone") as raised:
+            await call
+        assert raised.value.fault == "infrastructure"
+        assert (sandbox.state, sandbox.death.reason) == (SandboxState.LOST, DeathReason.PROVIDER_LOST)
+        again = await start(provider)
+        assert (await again.exec(["true"])).exit_code == 0
+        await again.kill()
+        await until(lambda: provider.records.read_all() == ())
+
+    with real_rig(tmp_path / "records") as rig:
+        rig.run(body)
+    assert groups_of(os.getpid()) == []
+
+
+def test_a_first_process_killed_from_outside_is_told_apart_from_an_operators_kill(tmp_path):
+    async def body(provider: Provider) -> list[tuple[DeathReason, Culprit]]:
+        found = []
+        for noted in (False, True):
+            sandbox = await start(provider)
+            record = provider.records.read(sandbox.id)
+            if noted:
+                provider.records.note_kill(sandbox.id)
+            kill_outright(record)
+            await until(lambda sandbox=sandbox: sandbox.death is not None)
+            found.append((sandbox.death.reason, sandbox.death.culprit))
+        return found
+
+    with real_rig(tmp_path / "records") as rig:
+        assert rig.run(body) == [
+            (DeathReason.PROVIDER_LOST, Culprit.INFRASTRUCTURE),
+            (DeathReason.KILLED_BY_OPERATOR, Culprit.INFRASTRUCTURE),
+        ]
+        assert list((tmp_path / "records").iterdir()) == []
+
+
+def test_closing_a_provider_ends_what_lives_and_leaves_nothing(tmp_path):
+    async def body(provider: Provider) -> list[ProcessMark]:
+        for _ in range(3):
+            sandbox = await start(provider)
+            await sandbox.start_process(["sleep", "600"])
+        return [one.first_process for one in provider.records.read_all()]
+
+    with real_rig(tmp_path / "records") as rig:
+        marks = rig.run(body)
+    assert len(marks) == 3
+    assert not any(map(is_alive, marks))
+    assert list((tmp_path / "records").iterdir()) == []
+    assert groups_of(os.getpid()) == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_after_a_kill_at_a_random_moment_one_sweep_leaves_nothing(tmp_path):
+    draw = random.Random(5)
+    for turn in range(ROUNDS):
+        owner = Owner(tmp_path / str(turn), f"r{turn}", count=50)
+        # From before the zygote runs until some sandboxes work.
+        time.sleep(draw.uniform(0.1, 1.2))
+        children = psutil.Process(owner.pid).children()
+        victims = draw.choice(["owner", "zygote", "both"])
+        if children and victims != "owner":
+            children[0].kill()
+        marks = marks_of(owner) if owner.directory.exists() else []
+        if victims == "zygote":
+            time.sleep(0.2)
+        owner.kill()
+        records = DiskRecords(owner.directory)
+        assert sweep(records).left == (), f"round {turn}"
+        eventually(lambda marks=marks: not any(map(is_alive, marks)))
+        sweep(records)  # what a zygote was about to start when its owner was killed
+        nothing_left(owner, marks)
