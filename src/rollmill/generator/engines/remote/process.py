@@ -12,6 +12,7 @@ import shutil
 import signal
 import subprocess
 import tempfile
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -22,6 +23,8 @@ from rollmill.generator.engines.remote.logs import first_error
 _LAUNCHER = Path(__file__).parent / "server_side" / "launch.py"
 _LOOK_EVERY_S = 0.2
 _LOG_TAIL_CHARACTERS = 1000
+_TIDYING_LOOKS, _TIDYING_LOOK_S = 20, 0.05
+"""Children that live on after their parent get one second."""
 
 
 class ServerProcess:
@@ -123,12 +126,23 @@ class ServerProcess:
             self._process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):  # killed below
                 self._process.wait(grace_s)
-        # Its own children share its group, also when it is gone already.
+        if self.exit_code is not None:
+            self._wait_for_its_children()
+        # They share its group, also when it is gone already.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
         self._process.wait()
         os.close(self._ends)
         shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _wait_for_its_children(self) -> None:
+        """Let what watches over its shared memory give that back: killed with the others it would leave it behind."""
+        for _ in range(_TIDYING_LOOKS):
+            try:
+                os.killpg(self.pid, 0)
+            except ProcessLookupError:
+                return
+            time.sleep(_TIDYING_LOOK_S)
 
     def _log_tail(self) -> str:
         return self._read_log()[-_LOG_TAIL_CHARACTERS:].strip() or "(empty)"
