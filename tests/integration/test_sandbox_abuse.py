@@ -15,7 +15,7 @@ import msgspec
 import pytest
 
 from rollmill.errors import IsolationError, SandboxUnsupported
-from rollmill.sandboxes import ExecResult, IsolationLevel, NamespaceSettings, Provider, Sandbox, SandboxSpec
+from rollmill.sandboxes import ExecResult, IsolationLevel, Provider, Sandbox, SandboxSpec
 from rollmill.sandboxes.isolation import Protection
 from sandbox_builders import LIMITS, MIB, SPEC, RealRig, new_id, real_rig, start, why_no_namespaces
 
@@ -246,6 +246,27 @@ def test_the_agent_cannot_be_killed_traced_or_read(rig, shared):
     assert says(python(rig, shared, "print('alive')")) == "alive"
 
 
+def test_command_lines_of_the_machinery_tell_nothing_of_the_host(rig, shared):
+    assert says(python(rig, shared, "print(open('/proc/1/cmdline').read().rstrip(chr(0)))")) == "sandbox-agent"
+
+
+def test_watchers_and_terminals_end_at_their_bounds(rig, shared):
+    code = TRY + (
+        "import pty\n"
+        "def count(action):\n"
+        "    kept = []\n"
+        "    try:\n"
+        "        while True: kept.append(action())\n"
+        "    except OSError: return len(kept)\n"
+        "def watcher():\n"
+        "    fd = libc.inotify_init()\n"
+        "    if fd < 0: raise OSError(ctypes.get_errno(), 'refused')\n"
+        "    return fd\n"
+        "print(count(watcher), count(pty.openpty))"
+    )
+    assert says(python(rig, shared, code)) == "8 64"
+
+
 def test_processes_of_the_host_are_not_there(rig, shared):
     code = (
         f"import os; print(os.path.exists('/proc/{os.getpid()}'), sum(p.isdigit() for p in os.listdir('/proc')) < 20)"
@@ -459,5 +480,4 @@ def test_every_protection_of_this_backend_but_the_cgroups_holds_for_everybody(ri
     cgroups = {"memory", "pids", "cpu", "freeze"}
     others = {one.value for one in Protection} - cgroups - {"own_kernel", "virtual_machine"}
     assert others - {"landlock"} <= held
-    if AS_ROOT and NamespaceSettings().effective_id_base() is not None:
-        assert shared.isolation >= IsolationLevel.HARDENED
+    assert shared.isolation >= IsolationLevel.HARDENED

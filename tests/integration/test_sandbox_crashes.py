@@ -1,4 +1,4 @@
-"""SIGKILL of the owner, of the zygote, or of both, at any moment: after one sweep nothing is left of their sandboxes."""
+"""SIGKILL of the owner, the zygote or both, at any moment: after one sweep nothing is left of their sandboxes."""
 
 from __future__ import annotations
 

@@ -6,6 +6,7 @@ processes.
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 from collections.abc import Iterable
@@ -47,6 +48,7 @@ class ProcessMark(Record, frozen=True, kw_only=True):
     boot_id: str
 
 
+@functools.cache
 def boot_id() -> str:
     """Return the id of this boot of the machine."""
     return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()

@@ -10,6 +10,7 @@ import platform
 
 from rollmill.errors import RollmillError
 from rollmill.sandboxes.backends.namespaces import NamespaceProvider, NamespaceSettings
+from rollmill.sandboxes.backends.namespaces.settings import IDS_PER_SANDBOX
 from rollmill.sandboxes.isolation import WORDS, IsolationLevel, Protection, known, level_of
 from rollmill.sandboxes.records import Lease, Record, SandboxSpec
 
@@ -60,6 +61,7 @@ async def diagnose(settings: NamespaceSettings) -> Diagnosis:
         directory=settings.directory,
         minimum_isolation=IsolationLevel.NONE,
         id_base=settings.id_base,
+        id_ranges=settings.id_ranges,
         python=settings.python,
     )
     try:
@@ -96,8 +98,8 @@ def _notes(settings: NamespaceSettings) -> tuple[str, ...]:
             "As a plain user: one user inside (root); files of the host's system directories cannot be changed."
         )
         notes.append("As a plain user: your supplementary groups stay with the programs inside.")
-    elif settings.id_base is not None:
-        last = settings.id_base + 65_535
+    else:
+        last = settings.id_base + settings.id_ranges * IDS_PER_SANDBOX - 1
         notes.append(
             f"As root: users inside are {settings.id_base} to {last} on the host; these must own nothing there."
         )

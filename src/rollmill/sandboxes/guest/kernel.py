@@ -31,7 +31,7 @@ ALL_NAMESPACES = (
 )
 SIGCHLD = 17
 
-MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_BIND, MS_REC, MS_PRIVATE = 1, 2, 4, 8, 4096, 16384, 1 << 18
+MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_BIND, MS_REC, MS_PRIVATE = 2, 4, 8, 4096, 16384, 1 << 18
 MOUNT_ATTR_RDONLY, MOUNT_ATTR_NOSUID, MOUNT_ATTR_NODEV, MOUNT_ATTR_NOEXEC, MOUNT_ATTR_IDMAP = 1, 2, 4, 8, 0x00100000
 MNT_DETACH = 2
 
@@ -42,7 +42,7 @@ _OPEN_TREE_CLONE = 1
 _MOVE_MOUNT_F_EMPTY_PATH = 4
 
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_SECCOMP, _PR_CAPBSET_DROP = 1, 4, 22, 24
-_PR_SET_NAME, _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS, _PR_CAP_AMBIENT = 15, 36, 38, 47
+_PR_SET_NAME, _PR_SET_NO_NEW_PRIVS, _PR_CAP_AMBIENT = 15, 38, 47
 _PR_CAP_AMBIENT_CLEAR_ALL = 4
 
 _libc = ctypes.PyDLL(None, use_errno=True)
@@ -189,9 +189,14 @@ def set_name(name: str) -> None:
     _check(_libc.prctl(_PR_SET_NAME, ctypes.c_char_p(name.encode()[:15]), 0, 0, 0), "prctl(name)")
 
 
-def adopt_orphans() -> None:
-    """Become the parent of descendants whose own parent ends."""
-    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+def hide_command_line(name: str) -> None:
+    """Overwrite this process's command line, which every sandbox would show: it names paths of the host."""
+    with open("/proc/self/stat", "rb") as stream:
+        fields = stream.read().rpartition(b")")[2].split()
+    first, last = int(fields[45]), int(fields[46])  # arg_start and arg_end
+    text = name.encode()[: max(0, last - first - 1)]
+    ctypes.memset(first, 0, last - first)
+    ctypes.memmove(first, text, len(text))
 
 
 def set_dumpable(dumpable: bool) -> None:

@@ -6,12 +6,13 @@ may write lies on one tmpfs with a bound on bytes and on inodes, and vanishes wi
 
 from __future__ import annotations
 
+import functools
 import os
 import stat
 from typing import Any
 
 from rollmill.sandboxes.guest import jobs, kernel
-from rollmill.sandboxes.guest.kernel import MS_BIND, MS_NODEV, MS_NOEXEC, MS_NOSUID, MS_PRIVATE, MS_RDONLY, MS_REC
+from rollmill.sandboxes.guest.kernel import MS_BIND, MS_NODEV, MS_NOEXEC, MS_NOSUID, MS_PRIVATE, MS_REC
 
 READ_ONLY = kernel.MOUNT_ATTR_RDONLY | kernel.MOUNT_ATTR_NOSUID | kernel.MOUNT_ATTR_NODEV
 
@@ -20,12 +21,14 @@ _BASE = "/tmp"
 _DEVICES = ("null", "zero", "full", "random", "urandom", "tty")
 _DEVICE_LINKS = {"fd": "/proc/self/fd", "stdin": "fd/0", "stdout": "fd/1", "stderr": "fd/2",
                  "ptmx": "pts/ptmx"}  # fmt: skip
-_READ_ONLY_PROC = ("sys", "sysrq-trigger", "irq", "bus", "fs")
-_MASKED_PROC = ("kcore", "kmsg", "keys", "timer_list", "sched_debug", "latency_stats", "kallsyms", "kpagecount",
-                "kpageflags", "kpagecgroup", "vmallocinfo", "modules", "config.gz", "cmdline")  # fmt: skip
-_MASKED_PROC_DIRECTORIES = ("acpi", "scsi", "driver", "tty")
+# What every user may read there and no sandbox needs. The rest of /proc belongs to the host's root: nobody inside.
+_MASKED_PROC = ("keys", "kallsyms", "cmdline", "config.gz")
+_DIRECTORIES = ("acpi", "scsi", "driver", "tty")
 _DIRECTORIES = {"tmp": 0o1777, "var": 0o755, "var/tmp": 0o1777, "root": 0o755, "home": 0o755, "run": 0o755,
                 "workspace": 0o1777, "proc": 0o555, "dev": 0o755, "sys": 0o555, "etc": 0o755}  # fmt: skip
+
+_BOUNDS = {f"{kind}_namespaces": 0 for kind in ("user", "mnt", "net", "ipc", "uts", "pid", "cgroup", "time")}
+_BOUNDS.update(inotify_instances=8, inotify_watches=8192, fanotify_groups=0, fanotify_marks=0)
 
 USER_ID = 1000
 _FILES = {
@@ -38,10 +41,11 @@ _FILES = {
     "etc/resolv.conf": "",
 }
 
-# Configuration that programs of the host's own directories cannot do without, and that holds no secret.
-HOST_CONFIGURATION = ("alternatives", "ld.so.cache", "ld.so.conf", "ld.so.conf.d", "localtime", "mime.types",
-                      "ssl/certs", "ssl/openssl.cnf", "ca-certificates", "fonts", "magic", "java-17-openjdk",
-                      "python3", "python3.11", "profile", "terminfo", "inputrc", "services", "protocols")  # fmt: skip
+# Configuration that programs of the host's own directories cannot do without, and that holds no secret: bound where it
+# is large, copied where it is small, since a mount costs more than a file.
+_BOUND_CONFIGURATION = ("alternatives", "ld.so.cache", "ssl/certs", "ssl/openssl.cnf", "mime.types", "java-")
+_COPIED_CONFIGURATION = ("ld.so.conf", "localtime", "protocols", "services")
+_MOST_COPIED_BYTES = 32 * 1024
 HOST_DIRECTORIES = ("usr", "bin", "sbin", "lib", "lib64", "lib32", "libx32")
 
 
@@ -104,6 +108,7 @@ def build(plan: dict[str, Any], trees: Trees) -> None:
     os.chdir("/")
 
 
+@functools.cache
 def host_directories() -> dict[str, str | None]:
     """Return the host's own system directories: name to link target, `None` for a real directory."""
     found: dict[str, str | None] = {}
@@ -113,6 +118,26 @@ def host_directories() -> dict[str, str | None]:
         elif os.path.isdir(f"/{name}"):
             found[name] = None
     return found
+
+
+@functools.cache
+def host_configuration() -> tuple[dict[str, str], dict[str, bytes]]:
+    """Return what of the host's /etc is bound (name to real path) and what is copied (name to content).
+
+    Read once, by the zygote: what changes later is seen by the next one.
+    """
+    names = [name for name in _BOUND_CONFIGURATION if not name.endswith("-")]
+    prefixes = tuple(name for name in _BOUND_CONFIGURATION if name.endswith("-"))
+    names += [name for name in sorted(os.listdir("/etc")) if name.startswith(prefixes)]
+    bound = {name: os.path.realpath(f"/etc/{name}") for name in names if os.path.exists(f"/etc/{name}")}
+    copied: dict[str, bytes] = {}
+    for name in _COPIED_CONFIGURATION:
+        try:
+            with open(f"/etc/{name}", "rb") as stream:
+                copied[name] = stream.read(_MOST_COPIED_BYTES)
+        except OSError:
+            continue  # this distribution has none, or keeps it to itself
+    return bound, copied
 
 
 class _Root:
@@ -169,12 +194,14 @@ class _Root:
         if not os.path.exists("/usr/bin/python") and os.path.exists("/usr/bin/python3"):
             os.makedirs(f"{root}{jobs.EXTRA_PATH}")  # what people type, also where a distribution has only `python3`
             os.symlink("/usr/bin/python3", f"{root}{jobs.EXTRA_PATH}/python")
-        for name in HOST_CONFIGURATION:
-            path = os.path.realpath(f"/etc/{name}")
-            if os.path.exists(path):
-                make_mount_point(f"{root}/etc/{name}", directory=os.path.isdir(path))
-                kernel.mount(path, f"{root}/etc/{name}", flags=MS_BIND)
-                kernel.restrict_mount(f"{root}/etc/{name}", attributes=READ_ONLY, recursive=False)
+        bound, copied = host_configuration()
+        for name, path in bound.items():
+            make_mount_point(f"{root}/etc/{name}", directory=os.path.isdir(path))
+            kernel.mount(path, f"{root}/etc/{name}", flags=MS_BIND)
+            kernel.restrict_mount(f"{root}/etc/{name}", attributes=READ_ONLY, recursive=False)
+        for name, data in copied.items():
+            with open(f"{root}/etc/{name}", "wb") as stream:
+                stream.write(data)
 
     def _write_files(self, root: str) -> None:
         """Write names and addresses; an image that has its own keeps them."""
@@ -193,12 +220,12 @@ class _Root:
     def _devices(self, directory: str) -> None:
         kernel.mount("dev", directory, kind="tmpfs", flags=MS_NOSUID | MS_NOEXEC, data="size=64k,nr_inodes=64,mode=755")
         for name in _DEVICES:
-            make_mount_point(f"{directory}/{name}", directory=False)
+            os.mknod(f"{directory}/{name}", 0o644)
             kernel.mount(f"/dev/{name}", f"{directory}/{name}", flags=MS_BIND)
         for name, target in _DEVICE_LINKS.items():
             os.symlink(target, f"{directory}/{name}")
         os.mkdir(f"{directory}/pts")
-        terminals = "newinstance,ptmxmode=0666,mode=0620" + (",gid=5" if self._plan["all_users"] else "")
+        terminals = "newinstance,ptmxmode=0666,mode=0620,max=64" + (",gid=5" if self._plan["all_users"] else "")
         kernel.mount("devpts", f"{directory}/pts", kind="devpts", flags=MS_NOSUID | MS_NOEXEC, data=terminals)
         # Shared memory counts as files of the sandbox, under the same caps.
         os.mkdir(f"{_BASE}/shm")
@@ -217,26 +244,21 @@ def _directory(path: str, mode: int) -> None:
 
 def _mount_proc(directory: str) -> None:
     kernel.mount("proc", directory, kind="proc", flags=MS_NOSUID | MS_NODEV | MS_NOEXEC)
-    forbid_nested_namespaces(directory)
-    for name in _READ_ONLY_PROC:
-        path = f"{directory}/{name}"
-        if os.path.exists(path):
-            kernel.mount(path, path, flags=MS_BIND | MS_REC)
-            kernel.restrict_mount(path, attributes=READ_ONLY | kernel.MOUNT_ATTR_NOEXEC)
+    bound_kernel_objects(directory)
+    kernel.mount(f"{directory}/sys", f"{directory}/sys", flags=MS_BIND | MS_REC)
+    kernel.restrict_mount(f"{directory}/sys", attributes=READ_ONLY | kernel.MOUNT_ATTR_NOEXEC)
     for name in _MASKED_PROC:
         if os.path.exists(f"{directory}/{name}"):
             kernel.mount("/dev/null", f"{directory}/{name}", flags=MS_BIND)
-    for name in _MASKED_PROC_DIRECTORIES:
-        if os.path.isdir(f"{directory}/{name}"):
-            kernel.mount(
-                "mask", f"{directory}/{name}", kind="tmpfs", flags=MS_NOSUID | MS_NODEV | MS_RDONLY, data="nr_inodes=1"
-            )
 
 
-def forbid_nested_namespaces(proc: str) -> None:
-    """Set the namespace's own bounds on further namespaces to 0; seccomp refuses the calls as well."""
-    for name in ("user", "mnt", "net", "ipc", "uts", "pid", "cgroup", "time"):
-        path = f"{proc}/sys/user/max_{name}_namespaces"
+def bound_kernel_objects(proc: str) -> None:
+    """Set the user namespace's own bounds: no further namespaces (seccomp refuses the calls as well), few watchers.
+
+    What counts here counts for the owner of the sandbox too, who has few watchers for all of them together.
+    """
+    for name, most in _BOUNDS.items():
+        path = f"{proc}/sys/user/max_{name}"
         if os.path.exists(path):
             with open(path, "w") as stream:
-                stream.write("0")
+                stream.write(str(most))

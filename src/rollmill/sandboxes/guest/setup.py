@@ -94,6 +94,7 @@ def _give_up(plan: dict[str, Any], step: _Step) -> list[str]:
     kernel.keep_capabilities()
     kernel.set_no_new_privileges()
     kernel.set_name("sandbox-agent")
+    kernel.hide_command_line("sandbox-agent")
     kernel.set_dumpable(False)
     kernel.die_with_parent()  # cleared by the change of capabilities
     held = ["capabilities_dropped", "no_new_privileges", *plan["held"]]
@@ -150,7 +151,9 @@ def _set_limits(plan: dict[str, Any]) -> None:
     chosen = {
         resource.RLIMIT_NPROC: limits["pids"],
         resource.RLIMIT_NOFILE: limits["open_files"],
-        resource.RLIMIT_CORE: 0,
+        resource.RLIMIT_CORE: 1,  # not 0: with 0 the kernel still runs a host's program for each crash
+        resource.RLIMIT_RTPRIO: 0,
+        resource.RLIMIT_NICE: 0,
         resource.RLIMIT_FSIZE: limits["disk_bytes"],
         resource.RLIMIT_MEMLOCK: 64 * 1024,
         resource.RLIMIT_MSGQUEUE: 800 * 1024,

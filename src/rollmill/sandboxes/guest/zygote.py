@@ -237,16 +237,20 @@ def _open_trees(plan: dict[str, Any], pid: int) -> list[int]:
 
 def main() -> None:
     """Run as the zygote of the process that the first argument names; orders come on the descriptor of the second."""
+    owner_pid, control = int(sys.argv[1]), int(sys.argv[2])
     kernel.set_name("sandbox-zygote")
+    kernel.hide_command_line("sandbox-zygote")
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # a Ctrl-C is the owner's business: it quits by message
     os.setsid()
     os.chdir("/")
     try:
-        owner = os.pidfd_open(int(sys.argv[1]))
+        owner = os.pidfd_open(owner_pid)
     except ProcessLookupError:
         return
+    root.host_directories()
+    root.host_configuration()
     # What is here now is shared by all sandboxes; the collector must not write to its pages.
     gc.disable()
     gc.freeze()
-    Zygote(socket.socket(fileno=int(sys.argv[2])), owner).serve()
+    Zygote(socket.socket(fileno=control), owner).serve()

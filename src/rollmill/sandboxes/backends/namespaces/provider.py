@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import itertools
 import os
 import socket
 import time
@@ -76,6 +77,8 @@ class NamespaceProvider:
         self._starting: asyncio.Future[ZygoteLink] | None = None
         self._cleaning: set[asyncio.Future[None]] = set()
         self._closed = False
+        # Providers of other processes begin elsewhere.
+        self._numbers = itertools.count(os.getpid())
         self._owner = _own_mark()
 
     async def __aenter__(self) -> NamespaceProvider:
@@ -101,7 +104,7 @@ class NamespaceProvider:
             idempotent_create=True,
             batch_status=True,
             fast_python=True,
-            users=self._settings.effective_id_base() is not None,
+            users=self._settings.maps_ranges(),
         )
 
     async def prepare(self, image: Image) -> None:
@@ -234,19 +237,18 @@ class NamespaceProvider:
     ) -> NamespaceSandbox:
         """Write the record, then take the sandbox into the books."""
         groups = Groups.planned(self._hierarchies, name=f"{self._owner.pid}-{sandbox_id}")
-        if self.records.read(sandbox_id) is not None:
+        if self.records.path(sandbox_id).exists():
             raise SandboxIdInUse(f"a record of sandbox {sandbox_id} exists: another process's, or one to be swept")
-        self.records.write(
-            DiskRecord(
-                sandbox_id=sandbox_id,
-                backend=BACKEND,
-                owner=self._owner,
-                helper=helper,
-                groups=groups.directories,
-                labels=dict(labels),
-                created_wall_s=time.time(),
-            )
+        record = DiskRecord(
+            sandbox_id=sandbox_id,
+            backend=BACKEND,
+            owner=self._owner,
+            helper=helper,
+            groups=groups.directories,
+            labels=dict(labels),
+            created_wall_s=time.time(),
         )
+        self.records.write(record)
         sandbox = NamespaceSandbox(
             sandbox_id,
             spec=spec,
@@ -256,6 +258,7 @@ class NamespaceProvider:
             answer_s=self._settings.answer_s,
             end_s=self._settings.end_s,
             order_kill=self._order_kill,
+            record=record,
         )
         self._alive[sandbox_id] = sandbox
         return sandbox
@@ -275,7 +278,7 @@ class NamespaceProvider:
     def _order(self, sandbox: NamespaceSandbox) -> dict[str, Any]:
         limits = sandbox.spec.limits
         image = sandbox.spec.image
-        id_base = self._settings.effective_id_base()
+        id_base = self._settings.id_range(next(self._numbers))
         processes = limits.pids + 1  # its agent is one
         plan = {
             "name": "sandbox",
@@ -348,10 +351,9 @@ class NamespaceProvider:
             self._on_gone(sandbox, report)
 
     def _note_first_process(self, sandbox: NamespaceSandbox, pid: int) -> None:
-        record = self.records.read(sandbox.id)
-        mark = mark_of(pid)
-        if record is not None and mark is not None:
-            self.records.write(msgspec.structs.replace(record, first_process=mark))
+        if (mark := mark_of(pid)) is not None:
+            sandbox.record = msgspec.structs.replace(sandbox.record, first_process=mark)
+            self.records.write(sandbox.record)
 
     def _on_gone(self, sandbox: NamespaceSandbox, report: dict[str, Any]) -> None:
         end = explain_end(
@@ -375,7 +377,7 @@ class NamespaceProvider:
     def _on_lost(self, cause: str) -> None:
         """With the zygote the kernel has killed every sandbox; what stays are groups, removed beside the loop."""
         lost = list(self._alive.values())
-        records = [record for one in lost if (record := self.records.read(one.id)) is not None]
+        records = [one.record for one in lost]
         for sandbox in lost:
             sandbox.ended(death(sandbox.ordered or DeathReason.PROVIDER_LOST, detail=cause))
             self._alive.pop(sandbox.id, None)

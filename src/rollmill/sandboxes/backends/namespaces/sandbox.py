@@ -11,6 +11,7 @@ import msgspec
 
 from rollmill.errors import DeadlineExceeded, SandboxError, SandboxExhausted, SandboxFileError, SandboxUnsupported
 from rollmill.sandboxes.backends.namespaces.channel import AgentChannel, RunningJob
+from rollmill.sandboxes.disk_records import DiskRecord
 from rollmill.sandboxes.guest.cgroups import Groups
 from rollmill.sandboxes.guest.frames import CHUNK_BYTES
 from rollmill.sandboxes.isolation import IsolationLevel, known, level_of
@@ -88,7 +89,7 @@ class NamespaceSandbox:
         answer_s: how late its agent may be.
         end_s: how long its end may take.
         order_kill: asks the zygote to kill it.
-        put_lease: arms the timer of a lease.
+        record: what is on disk.
     """
 
     def __init__(
@@ -102,12 +103,14 @@ class NamespaceSandbox:
         answer_s: float,
         end_s: float,
         order_kill: Callable[[str], None],
+        record: DiskRecord,
     ) -> None:
         self._id = sandbox_id
         self.spec = spec
         self.labels = dict(labels)
         self._lease = lease
         self.groups = groups
+        self.record = record
         self._answer_s = answer_s
         self._end_s = end_s
         self._order_kill = order_kill

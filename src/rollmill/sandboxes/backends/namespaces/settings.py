@@ -14,6 +14,7 @@ from rollmill.sandboxes.records import Record
 # Above what distributions, container managers and systemd hand out, below what programs take for negative.
 DEFAULT_ID_BASE = 1_900_000_000
 IDS_PER_SANDBOX = 65_536
+DEFAULT_ID_RANGES = 3_700
 _LARGEST_ID = 2**31 - 1
 
 
@@ -23,7 +24,8 @@ class NamespaceSettings(Record, frozen=True, kw_only=True):
     Attributes:
         directory: where the records are; `None`: the user's runtime directory.
         minimum_isolation: below it nothing is started. Lower it only for code that you would run without a sandbox.
-        id_base: as root, the first of 65,536 user ids of the host that own nothing there; `None` to use one id only.
+        id_base: as root, where ranges of 65,536 user ids begin that own nothing on the host; each sandbox gets one.
+        id_ranges: how many such ranges there are; with more sandboxes some share one, which only means common quotas.
         python: interpreter of the zygote; standard library only, any Python from 3.11.
         start_s: from the call until the sandbox answers; longer is a start that failed.
         end_s: from the order to end a sandbox until nothing of it is left.
@@ -32,17 +34,19 @@ class NamespaceSettings(Record, frozen=True, kw_only=True):
 
     directory: Path | None = None
     minimum_isolation: IsolationLevel = IsolationLevel.HARDENED
-    id_base: int | None = DEFAULT_ID_BASE
+    id_base: int = DEFAULT_ID_BASE
+    id_ranges: int = DEFAULT_ID_RANGES
     python: str = sys.executable
     start_s: float = 30.0
     end_s: float = 60.0
     answer_s: float = 30.0
 
     def __post_init__(self) -> None:
-        if self.id_base is not None and not 65_536 <= self.id_base <= _LARGEST_ID - IDS_PER_SANDBOX:
+        last = self.id_base + self.id_ranges * IDS_PER_SANDBOX - 1
+        if self.id_base < IDS_PER_SANDBOX or self.id_ranges < 1 or last > _LARGEST_ID:
             raise ConfigError(
-                f"id_base is {self.id_base}; it must be between 65536 and {_LARGEST_ID - IDS_PER_SANDBOX}, where no "
-                "user of the host has an id"
+                f"ids of sandboxes would go from {self.id_base} to {last} (id_base, id_ranges); they must lie between "
+                f"{IDS_PER_SANDBOX} and {_LARGEST_ID}, where no user of the host has an id"
             )
         for name in ("start_s", "end_s", "answer_s"):
             if not getattr(self, name) > 0:
@@ -52,6 +56,10 @@ class NamespaceSettings(Record, frozen=True, kw_only=True):
         """Return where the records are."""
         return default_directory() if self.directory is None else self.directory
 
-    def effective_id_base(self) -> int | None:
-        """Return the base of ids as it can be used: only root may map a range."""
-        return self.id_base if os.geteuid() == 0 else None
+    def maps_ranges(self) -> bool:
+        """Return whether sandboxes get ranges of ids: only root may map them. Others map their own id alone."""
+        return os.geteuid() == 0
+
+    def id_range(self, number: int) -> int | None:
+        """Return the first id of a sandbox's range, `None` where there are none."""
+        return self.id_base + number % self.id_ranges * IDS_PER_SANDBOX if self.maps_ranges() else None
