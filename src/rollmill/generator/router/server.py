@@ -22,11 +22,12 @@ from google.protobuf.message import DecodeError, Message
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from rollmill.errors import DataError, RollmillError, SlowReader
+from rollmill.errors import DataError, RollmillError
 from rollmill.generator.interceptors import TokenInterceptor, abort_with
 from rollmill.generator.proto import policy_inference_pb2 as pb
 from rollmill.generator.router.fleet import ReplicaLoad, joined_report
 from rollmill.generator.router.service import RouterService
+from rollmill.generator.router.writer import StreamWriter
 from rollmill.generator.security import Access
 from rollmill.generator.server import SERVICE_NAME, server_options
 from rollmill.generator.state import ReplicaState
@@ -80,22 +81,13 @@ class RouterServicer:
 
     async def generate_stream(self, data: bytes, context: Context) -> None:
         """Sample turns, token by token."""
-        # Siblings that go on at several replicas write to one stream, which takes one event at a time.
-        writing = asyncio.Lock()
-        stall_s = self.service.limits.stream_stall_s
+        writer = StreamWriter(context.write, stall_s=self.service.limits.stream_stall_s)
 
-        async def emit(event: pb.GenerateEvent, raw: bytes | None) -> None:
-            async with writing:
-                try:
-                    async with asyncio.timeout(stall_s):
-                        await context.write(event.SerializeToString() if raw is None else raw)
-                except TimeoutError as error:
-                    raise SlowReader(
-                        f"the caller of request {event.request_id} did not take an event for {stall_s:g} s; the "
-                        "request was aborted"
-                    ) from error
+        async def work() -> None:
+            with writer.watched():
+                await self.service.stream_bytes(data, emit=writer.emit)
 
-        await self._answer(context, lambda: self.service.stream_bytes(data, emit=emit))
+        await self._answer(context, work)
 
     async def abort(self, request: pb.AbortRequest) -> pb.AbortReply:
         """Abort exactly the named request, wherever it is."""
