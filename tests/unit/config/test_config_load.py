@@ -105,7 +105,7 @@ def test_an_unknown_key_of_a_task_names_the_keys_of_a_task(tmp_path):
         ('run.steps="8"', "'8'", "integer"),
         ("evaluation.at_end=1", "1", "boolean"),
         ("schedule.group_size=1", "1", "greater than or equal to 2"),
-        ("generator.engine=tgi", "'tgi'", "'embedded', 'vllm' or 'fake'"),
+        ("generator.engine=tgi", "'tgi'", "'embedded', 'vllm', 'sglang' or 'fake'"),
         ("environment.tasks=[]", r"\[\]", "at least 1 items"),
     ],
 )
