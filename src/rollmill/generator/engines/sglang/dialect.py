@@ -204,8 +204,8 @@ def read_figures(body: bytes) -> Figures:
     """Return what the server says of its memory for keys and values; what is absent counts as nothing.
 
     Example:
-        >>> read_figures(b'{"loads": [{"num_used_tokens": 3, "max_total_num_tokens": 8}]}')
-        Figures(kv_used_tokens=3, kv_capacity_tokens=8)
+        >>> read_figures(b'{"loads": [{"num_used_tokens": 3, "max_total_num_tokens": 8}]}').kv_capacity_tokens
+        8
     """
     try:
         loads = json.loads(body)["loads"]
