@@ -9,6 +9,7 @@ descriptors; out `{"n", "pid"}` and `{"n", "status", "cpu_s", "memory_bytes"}`.
 
 import array
 import atexit
+import gc
 import json
 import os
 import select
@@ -49,6 +50,7 @@ def run(request, descriptors):
 
 def child(request, descriptors):
     """Run the code in a fork, and end as `python` would."""
+    gc.enable()
     os.setsid()
     signal.set_wakeup_fd(-1)
     for number in (signal.SIGCHLD, signal.SIGPIPE):
@@ -88,6 +90,10 @@ def serve(control):
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.set_wakeup_fd(wake)
+    # Forks share this memory until they write to it, and a collection would write to all of it.
+    gc.collect()
+    gc.disable()
+    gc.freeze()
     running = {}
     poll = select.poll()
     poll.register(control, select.POLLIN)

@@ -83,6 +83,7 @@ def _set_up(plan: dict[str, Any], *, agent: socket.socket, gate: socket.socket, 
     step.name = "mount the root"
     root.build(plan, root.Trees(trees))
     kernel.close_all_except((0, 1, 2, agent.fileno()))
+    agent.set_inheritable(False)
     step.name = "set limits"
     _set_limits(plan)
     return ["namespaces", "user_namespace", "no_network", "no_nested_namespaces", *_give_up(plan, step)]
