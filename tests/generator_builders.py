@@ -20,7 +20,7 @@ from rollmill.generator.engines.embedded.core import EngineCore
 from rollmill.generator.engines.embedded.engine import EmbeddedEngine
 from rollmill.generator.engines.embedded.kv import BLOCK_TOKENS, KvCache
 from rollmill.generator.engines.embedded.linears import KernelChoice
-from rollmill.generator.engines.embedded.model import ServedModel
+from rollmill.generator.engines.embedded.model import Quantization, ServedModel
 from rollmill.generator.engines.embedded.speculation import Speculator
 from rollmill.generator.engines.meter import SecondsMeter
 from rollmill.generator.engines.protocol import KvPolicy
@@ -100,6 +100,7 @@ class SteppedEngine:
         speculator: Speculator | None = None,
         dtype: str = "float32",
         kernels: KernelChoice = "auto",
+        quantization: Quantization = "none",
     ):
         self.clock = VirtualClock()
         self.meter = SecondsMeter(self.clock, cause="startup")
@@ -108,6 +109,7 @@ class SteppedEngine:
             dtype=getattr(torch, dtype),
             tensors=tensors_of(model),
             kernels=kernels,
+            quantization=quantization,
         )
         budget = plan_kv(
             block_bytes=1,

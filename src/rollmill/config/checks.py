@@ -247,11 +247,29 @@ def _engine(config: RollmillConfig) -> Iterator[str]:
             + f"Nearest valid values: leave generator.{key} out"
             + (f", or {others}." if engines else ".")
         )
+    if engine == "sglang" and config.generator.sglang.python is None:
+        yield (
+            'generator.engine is "sglang" and generator.sglang.python is not set: SGLang lives in an environment of '
+            "its own. Nearest valid values: the path of its interpreter, or another generator.engine."
+        )
     if engine == "sglang" and config.generator.sglang.overlap_schedule and config.generator.kv_on_update == "keep":
         yield (
-            'generator.sglang.overlap_schedule is true and generator.kv_on_update is "keep": SGLang then labels the last '
-            "token before an update with the version after it. Nearest valid values: generator.kv_on_update "
+            'generator.sglang.overlap_schedule is true and generator.kv_on_update is "keep": SGLang then labels the '
+            "last token before an update with the version after it. Nearest valid values: generator.kv_on_update "
             '"recompute", or generator.sglang.overlap_schedule false.'
+        )
+    generator = config.generator
+    if generator.max_num_batched_tokens is not None and generator.max_num_batched_tokens < generator.max_num_seqs:
+        yield (
+            f"generator.max_num_batched_tokens is {generator.max_num_batched_tokens} and generator.max_num_seqs is "
+            f"{generator.max_num_seqs}: a pass could not give every sequence a token. Nearest valid values: "
+            f"generator.max_num_batched_tokens {generator.max_num_seqs}, or generator.max_num_seqs "
+            f"{generator.max_num_batched_tokens}."
+        )
+    if generator.quantization == "int8" and generator.kernels == "torch":
+        yield (
+            'generator.quantization is "int8" and generator.kernels is "torch": only the compiled kernels multiply '
+            'weights of eight bits. Nearest valid values: generator.kernels "auto", or generator.quantization "none".'
         )
     if config.run.deterministic and engine not in WITH_WAVES:
         yield (

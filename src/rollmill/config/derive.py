@@ -325,7 +325,7 @@ def _served_weights(config: RollmillConfig, *, model: ModelFacts) -> dict[str, i
     if not packs:
         return {"weights": model.parameters * plain}
     embedding = model.vocabulary_size * model.hidden_size
-    packed = BYTES_OF["float32"]
+    packed = 1 if config.generator.quantization == "int8" else BYTES_OF["float32"]
     parts = {"weights": embedding * plain + (model.parameters - embedding) * packed}
     if model.tied:
         parts["packed_head"] = embedding * packed

@@ -12,6 +12,7 @@ from rollmill.config.schema import GeneratorSettings, Section
 
 OBEYED_BY: dict[str, tuple[str, ...]] = {
     "kernels": ("embedded",),
+    "quantization": ("embedded",),
     "max_num_batched_tokens": ("embedded", "vllm", "sglang"),
     "max_wait_ms": ("embedded",),
     "kv_cache_memory_bytes": ("embedded", "vllm", "sglang"),

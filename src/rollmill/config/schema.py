@@ -254,6 +254,10 @@ class GeneratorSettings(Section):
     kernels: Literal["auto", "native", "torch"] = knob("auto")
     """What multiplies with the weights: `native` insists on the kernels that are compiled at the first use (x86-64 with
     AVX2 and a C compiler), `auto` takes them where they can be used, `torch` never."""
+    quantization: Literal["none", "int8"] = knob("none")
+    """`int8` keeps the weights of linear layers as integers of eight bits with a factor per output, rounded when they
+    are loaded: a quarter of their memory, and small batches are faster. Log-probs differ from the trainer's, which the
+    algorithm's importance correction takes into account. Needs the compiled kernels."""
     max_num_seqs: int = knob(
         48, unit="sequences", raising="larger batches, more KV memory", lowering="less memory, lower throughput", ge=1
     )
@@ -291,9 +295,9 @@ class GeneratorSettings(Section):
     enable_prefix_caching: bool = knob(True)
     """Keep the KV of prompts so that equal beginnings are computed once; its keys hold the policy version."""
     speculation: Literal["off", "ngram"] = knob("off")
-    """`ngram` guesses that what followed the last tokens before, in the prompt, the answer or a sibling's, follows again,
-    and checks the guess in the same pass: the tokens are those of `off`, to the last one. It guesses only where that is
-    measured to pay, which is in small batches; never in deterministic mode."""
+    """`ngram` guesses that what followed the last tokens before, in the prompt, the answer or a sibling's, follows
+    again, and checks the guess in the same pass: the tokens are those of `off`, to the last one. It guesses only where
+    that is measured to pay, which is in small batches; never in deterministic mode."""
     kv_cache_dtype: Literal["auto", "bfloat16", "fp8"] = knob("auto")
     """Precision of keys and values; `auto` is that of the served weights."""
     tensor_parallel_size: int = knob(
@@ -527,7 +531,7 @@ class WeightSettings(Section):
     canary_tolerance_mixed: float = knob(
         0.5, unit="nats", raising="tolerates more numerical difference", lowering="stricter", gt=0
     )
-    """The same where either side computes in bfloat16."""
+    """The same where either side computes in bfloat16, or the engine with weights of eight bits."""
 
 
 class RollmillConfig(Section):

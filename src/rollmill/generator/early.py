@@ -37,13 +37,20 @@ class EarlyModel(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def load_early(
-    path: str | Path, *, dtype: str, kernels: Literal["auto", "native", "torch"], threads: int
+    path: str | Path,
+    *,
+    dtype: str,
+    kernels: Literal["auto", "native", "torch"],
+    quantization: Literal["none", "int8"] = "none",
+    threads: int,
 ) -> EarlyModel | None:
     """Return the model of a directory, or `None` where a trainer would publish something else than its files hold.
 
     Args:
         path: prepared Hugging Face directory.
         dtype: of the engine: `auto`, `float32` or `bfloat16`.
+        kernels: of the engine.
+        quantization: of the engine.
         threads: torch threads of this process.
 
     Raises:
@@ -63,7 +70,13 @@ def load_early(
         for file in weight_files(path):
             tensors.update(load_tensors(file))
             entries.update(digest_file(file))
-        model = ServedModel(path, dtype=getattr(torch, resolve_dtype(dtype)), tensors=tensors, kernels=kernels)
+        model = ServedModel(
+            path,
+            dtype=getattr(torch, resolve_dtype(dtype)),
+            tensors=tensors,
+            kernels=kernels,
+            quantization=quantization,
+        )
     except (WeightError, OSError):
         # Older names or another layout: the trainer's loader knows them, and publishes them under their present names.
         return None

@@ -150,6 +150,7 @@ def build_engine(
         enable_prefix_caching=more.enable_prefix_caching,
         stage_weights=more.stage_weights,
         speculation=more.speculation,
+        quantization=more.quantization,
         clock=clock,
         model=model,
         before_step=None

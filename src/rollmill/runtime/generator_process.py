@@ -156,7 +156,13 @@ def _load_early(context: ProcessContext, model_path: str, repository: LocalModel
     begins = context.incarnation.checkpoint is None and repository.latest() is None
     if generator.engine != "embedded" or not begins or layout.asked_version(context.name).exists():
         return None
-    return load_early(model_path, dtype=generator.dtype, kernels=generator.kernels, threads=generator.threads)
+    return load_early(
+        model_path,
+        dtype=generator.dtype,
+        kernels=generator.kernels,
+        quantization=generator.quantization,
+        threads=generator.threads,
+    )
 
 
 def _load_newest(

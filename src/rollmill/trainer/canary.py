@@ -24,11 +24,11 @@ def score_canary(model: PreTrainedModel, token_ids: np.ndarray, *, config: Rollm
 
     Args:
         token_ids: int [n], n at least 2.
-        config: `trainer.dtype`, `generator.dtype` and `weights` are read.
+        config: `trainer.dtype`, `generator.dtype`, `generator.quantization` and `weights` are read.
     """
     dtype = resolve_dtype(config.trainer.dtype)
     # bfloat16 rounds at other places in a packed and in a cached pass: equal precision is not equal bits there.
-    exact = dtype == "float32" == resolve_dtype(config.generator.dtype)
+    exact = dtype == "float32" == resolve_dtype(config.generator.dtype) and config.generator.quantization == "none"
     with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype == "bfloat16"):
         logprobs = score_tokens(model, torch.from_numpy(np.asarray(token_ids, dtype=np.int64)))
     return Canary(

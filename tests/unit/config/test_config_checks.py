@@ -45,6 +45,11 @@ def test_temperature_zero_is_refused_in_training_and_allowed_in_evaluation():
             ["schedule.window_groups=3"],
             ["window_groups is 3", "batch_groups is 4", "window_groups 4", "batch_groups 3"],
         ),
+        (
+            ["generator.max_num_batched_tokens=40", "generator.max_num_seqs=48"],
+            ["max_num_batched_tokens is 40", "max_num_seqs is 48", "max_num_batched_tokens 48", "max_num_seqs 40"],
+        ),
+        (["generator.quantization=int8", "generator.kernels=torch"], ['is "int8"', 'kernels "auto"', '"none"']),
         (["schedule.reopen_groups=true"], ["member_oversampling is 0", "member_oversampling 1"]),
         (["schedule.data_epochs=0"], ["data_epochs is 0", "Nearest valid value: 1"]),
         (["schedule.rollout_deadline_s=400"], ["is 400 s", "group_deadline_s is 300 s", "at most 300", "at least 400"]),

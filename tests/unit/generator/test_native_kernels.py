@@ -12,6 +12,7 @@ from torch import nn
 from generator_builders import SteppedEngine, llama, prompt_of, random_model, reference_logprobs, request
 from rollmill.generator.engines.embedded import native
 from rollmill.generator.engines.embedded.linears import (
+    Float32Packing,
     KernelChoice,
     PackedLinear,
     choose_attention,
@@ -80,13 +81,16 @@ def test_a_layer_with_a_bias_and_a_batch_dimension_equals_torch(kernels):
         layer, x = nn.Linear(24, 40), torch.randn(2, 3, 24)
     expected, weight = layer(x).detach(), layer.weight.detach().clone()
     with torch.inference_mode():
-        PackedLinear(layer, kernels=kernels, keeps_weight=False).write(weight)
+        PackedLinear(layer, packing=Float32Packing(kernels), keeps_weight=False).write(weight)
         np.testing.assert_allclose(layer(x).numpy(), expected.numpy(), atol=1e-5)
 
 
 def test_only_a_weight_that_another_module_reads_is_kept_plain(kernels):
     model = random_model()  # head tied to the embedding
-    kept = {names[0]: destination.parameter is not None for names, destination in destinations(model, kernels=kernels)}
+    kept = {
+        names[0]: destination.parameter is not None
+        for names, destination in destinations(model, packing=Float32Packing(kernels))
+    }
     assert kept["model.embed_tokens.weight"]
     assert kept["model.norm.weight"]
     assert not any(plain for name, plain in kept.items() if name.endswith("proj.weight"))
@@ -187,7 +191,7 @@ def test_in_bfloat16_a_layer_rounds_its_weights_and_its_result_as_torch_does(ker
     # The exact sum of rounded numbers, rounded once, then the bias.
     expected = (x.float() @ rounded.T).bfloat16() + layer.bias.detach()
     with torch.inference_mode():
-        PackedLinear(layer, kernels=kernels, keeps_weight=False).write(published)
+        PackedLinear(layer, packing=Float32Packing(kernels), keeps_weight=False).write(published)
         found = layer(x)
     assert found.dtype == torch.bfloat16
     np.testing.assert_allclose(found.float().numpy(), expected.float().numpy(), rtol=2**-7)

@@ -33,7 +33,7 @@ from rollmill.generator.engines.embedded.budget import MemoryParts, plan_kv
 from rollmill.generator.engines.embedded.core import EngineCore
 from rollmill.generator.engines.embedded.kv import BLOCK_TOKENS, KvCache
 from rollmill.generator.engines.embedded.linears import KernelChoice
-from rollmill.generator.engines.embedded.model import ServedModel
+from rollmill.generator.engines.embedded.model import Quantization, ServedModel
 from rollmill.generator.engines.embedded.speculation import Speculator
 from rollmill.generator.engines.meter import SecondsMeter
 from rollmill.generator.engines.protocol import EngineInfo, EngineLoad, KvPolicy, OnTokens, PauseMode, UpdateReport
@@ -93,6 +93,7 @@ class EmbeddedEngine:
         speculation: `ngram` guesses what followed the last tokens before, here or in a sibling, where that pays; the
             tokens are the same either way. `off` never guesses.
         kernels: whether compiled kernels multiply with the weights: `auto`, `native` or `torch`.
+        quantization: `int8` keeps the weights of linear layers in eight bits, with a factor per output.
         before_step: called on the worker thread before each step; an exception from it kills the engine. For fault
             injection and for tests that hold the engine between two steps.
         model: made from these arguments before, and holding these weights; made here if `None`.
@@ -122,12 +123,15 @@ class EmbeddedEngine:
         stage_weights: bool = True,
         speculation: SpeculationChoice = "off",
         kernels: KernelChoice = "auto",
+        quantization: Quantization = "none",
         before_step: Callable[[], None] | None = None,
         model: ServedModel | None = None,
     ) -> None:
         self._clock = clock
         if model is None:
-            model = ServedModel(path, dtype=getattr(torch, dtype), tensors=tensors, kernels=kernels)
+            model = ServedModel(
+                path, dtype=getattr(torch, dtype), tensors=tensors, kernels=kernels, quantization=quantization
+            )
         # Building the engine is its process's start-up; the engine's own seconds begin when it is made.
         self._meter = SecondsMeter(clock, cause="startup")
         max_model_len = min(max_model_len, model.context_len)
@@ -185,7 +189,7 @@ class EmbeddedEngine:
         return EngineInfo(
             kind="embedded",
             model=model.name,
-            dtype=str(model.dtype).removeprefix("torch."),
+            dtype="int8" if model.quantization == "int8" else str(model.dtype).removeprefix("torch."),
             vocabulary_size=model.vocabulary_size,
             max_model_len=core.max_model_len,
             max_num_seqs=core.max_num_seqs,

@@ -102,18 +102,31 @@ static void tile_of(
     }
 }
 
-/* All rows times one panel. Sums run over q in order inside blocks of `depth`, then over blocks: the result of a row
+/* Eight-bit weights are kept as integers from -127 to 127 in the same layout, with one factor per output column. They are
+ * widened a block at a time, where the next rows find them in the first-level cache. */
+static void widen(const int8_t *from, float *to, long numbers) {
+    for (long i = 0; i < numbers; i += 8) {
+        __m128i bytes = _mm_loadl_epi64((const __m128i *)(from + i));
+        _mm256_store_ps(to + i, _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes)));
+    }
+}
+
+/* All rows times one panel, of floats or of integers. Sums run over q in order inside blocks of `depth`, then over blocks: the result of a row
  * depends neither on the other rows nor on how many there are. */
-static void times_panel(const float *x, const float *panel, float *out, long m, long k, long columns, long stride) {
+static void times_panel(
+    const float *x, const float *panel, const int8_t *narrow, const float *factors, float *out, long m, long k,
+    long columns, long stride) {
+    float wide[DEPTH * COLUMNS] __attribute__((aligned(32)));
     long blocks = (k + DEPTH - 1) / DEPTH, tiles = (m + ROWS - 1) / ROWS;
     float part[ROWS * COLUMNS];
     for (long b = 0, q = 0; b < blocks; b++) {
         long depth = (k - q) / (blocks - b);
+        if (narrow) widen(narrow + q * COLUMNS, wide, depth * COLUMNS);
         for (long t = 0, row = 0; t < tiles; t++) {
             long rows = (m - row) / (tiles - t);
             /* The first tile brings the weights that the next block needs. */
-            long ahead = t == 0 ? depth * COLUMNS : 0;
-            const float *from = x + row * k + q, *w = panel + q * COLUMNS;
+            long ahead = t == 0 && !narrow ? depth * COLUMNS : 0;
+            const float *from = x + row * k + q, *w = narrow ? wide : panel + q * COLUMNS;
             float *to = out + row * stride;
             if (columns == COLUMNS) {
                 tile_of(rows, from, k, w, depth, to, stride, b > 0, ahead);
@@ -127,20 +140,85 @@ static void times_panel(const float *x, const float *panel, float *out, long m, 
         }
         q += depth;
     }
+    for (long row = 0; factors && row < m; row++)
+        for (long column = 0; column < columns; column++) out[row * stride + column] *= factors[column];
 }
 
-/* out [m, n] = x [m, k] times W^T; all contiguous. */
-void rollmill_linear(const float *x, const float *packed, float *out, long m, long n, long k, long threads) {
+static void times_all(
+    const float *x, const float *packed, const int8_t *narrow, const float *factors, float *out, long m, long n, long k,
+    long threads) {
     long panels = (n + COLUMNS - 1) / COLUMNS;
     for (long first = 0; first < m; first += CHUNK) {
         long rows = m - first < CHUNK ? m - first : CHUNK;
 #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
         for (long p = 0; p < panels; p++) {
-            long columns = n - p * COLUMNS < COLUMNS ? n - p * COLUMNS : COLUMNS;
+            long columns = n - p * COLUMNS < COLUMNS ? n - p * COLUMNS : COLUMNS, at = p * COLUMNS * k;
             times_panel(
-                x + first * k, packed + p * COLUMNS * k, out + first * n + p * COLUMNS, rows, k, columns, n);
+                x + first * k, narrow ? NULL : packed + at, narrow ? narrow + at : NULL,
+                factors ? factors + p * COLUMNS : NULL, out + first * n + p * COLUMNS, rows, k, columns, n);
         }
     }
+}
+
+/* out [m, n] = x [m, k] times W^T; all contiguous. */
+void rollmill_linear(const float *x, const float *packed, float *out, long m, long n, long k, long threads) {
+    times_all(x, packed, NULL, NULL, out, m, n, k, threads);
+}
+
+/* The same with eight-bit weights. */
+void rollmill_linear_int8(
+    const float *x, const int8_t *packed, const float *factors, float *out, long m, long n, long k, long threads) {
+    times_all(x, NULL, packed, factors, out, m, n, k, threads);
+}
+
+/* Returns the largest magnitude; `nothing` is 0, or NaN if any number is not finite. */
+static float largest(const float *from, long k, float *nothing) {
+    __m256 most = _mm256_setzero_ps(), zero = most, sign = _mm256_set1_ps(-0.0f);
+    long q = 0;
+    for (; q + 8 <= k; q += 8) {
+        __m256 some = _mm256_loadu_ps(from + q);
+        most = _mm256_max_ps(most, _mm256_andnot_ps(sign, some));
+        zero = _mm256_fmadd_ps(some, _mm256_setzero_ps(), zero);
+    }
+    float found = 0.0f, lane[8], rest = 0.0f;
+    _mm256_storeu_ps(lane, most);
+    for (int i = 0; i < 8; i++) found = fmaxf(found, lane[i]);
+    _mm256_storeu_ps(lane, zero);
+    for (int i = 0; i < 8; i++) rest += lane[i];
+    for (; q < k; q++) {
+        found = fmaxf(found, fabsf(from[q]));
+        rest += from[q] * 0.0f;
+    }
+    *nothing = rest;
+    return found;
+}
+
+/* `packed` must hold ceil(n / 16) * 16 * k bytes and `factors` ceil(n / 16) * 16 floats. A column with a number that is not
+ * finite gets a factor that is none. */
+void rollmill_pack_int8(const float *w, int8_t *packed, float *factors, long n, long k, long threads) {
+    long panels = (n + COLUMNS - 1) / COLUMNS;
+#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
+    for (long p = 0; p < panels; p++)
+        for (long c = 0; c < COLUMNS; c++) {
+            long column = p * COLUMNS + c;
+            const float *from = w + column * k;
+            int8_t *to = packed + p * COLUMNS * k + c;
+            float most = 0.0f, nothing = 0.0f;
+            if (column < n) most = largest(from, k, &nothing);
+            float steps = most > 0.0f ? 127.0f / most : 0.0f;
+            factors[column] = most / 127.0f + nothing;
+            for (long q = 0; q < k; q += 8) {
+                int32_t whole[8] = {0};
+                long count = k - q < 8 ? k - q : 8;
+                if (column < n && count == 8) {
+                    __m256 scaled = _mm256_mul_ps(_mm256_loadu_ps(from + q), _mm256_set1_ps(steps));
+                    _mm256_storeu_si256((__m256i *)whole, _mm256_cvtps_epi32(scaled));
+                } else if (column < n) {
+                    for (long i = 0; i < count; i++) whole[i] = _mm_cvtss_si32(_mm_set_ss(from[q + i] * steps));
+                }
+                for (long i = 0; i < count; i++) to[(q + i) * COLUMNS] = (int8_t)whole[i];
+            }
+        }
 }
 
 /* ---- attention of decoded tokens over the blocks of their sequences */

@@ -11,7 +11,7 @@ import inspect
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -28,13 +28,17 @@ from rollmill.generator.engines.embedded.attention import (
 )
 from rollmill.generator.engines.embedded.linears import (
     Destination,
+    Float32Packing,
+    Int8Packing,
     KernelChoice,
+    Packing,
     choose_attention,
     choose_kernels,
     destinations,
 )
-from rollmill.generator.engines.embedded.native import DIM_STEP
+from rollmill.generator.engines.embedded.native import DIM_STEP, Kernels
 
+Quantization = Literal["none", "int8"]
 _PROBE_TOLERANCE = {torch.float32: 2e-3, torch.bfloat16: 0.5}
 _SOFTCAPS = ("attn_logit_softcapping", "final_logit_softcapping")
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -87,9 +91,10 @@ class ServedModel:
         dtype: serving precision.
         tensors: the first weights; checked like every later set.
         kernels: whether compiled kernels compute the linear layers: `auto`, `native` or `torch`.
+        quantization: `int8` keeps the weights of linear layers in eight bits; needs the compiled kernels.
 
     Raises:
-        ModelError: if the architecture cannot be served, the probe disagrees, or `native` cannot be had.
+        ModelError: if the architecture cannot be served, the probe disagrees, or `native` or `int8` cannot be had.
         WeightError: if the tensors do not fit the configuration.
     """
 
@@ -100,6 +105,7 @@ class ServedModel:
         dtype: torch.dtype,
         tensors: Mapping[str, torch.Tensor],
         kernels: KernelChoice = "auto",
+        quantization: Quantization = "none",
     ) -> None:
         config = read_config(path)
         check_architecture(config)
@@ -110,7 +116,8 @@ class ServedModel:
         compiled = choose_kernels(kernels)
         self.native_kernels = compiled is not None
         self._attention = choose_attention(kernels)
-        self._destinations = destinations(self._model, kernels=compiled)
+        self.quantization = quantization
+        self._destinations = destinations(self._model, packing=_packing(compiled, quantization=quantization))
         text = config.get_text_config()
         self.layers = int(text.num_hidden_layers)
         self.kv_heads = int(getattr(text, "num_key_value_heads", None) or text.num_attention_heads)
@@ -288,6 +295,17 @@ class ServedModel:
             )
             parts.append(self.forward(ids[start:stop], positions=positions, plan=plan, pool=pool, keep=None))
         return torch.cat(parts).float()
+
+
+def _packing(kernels: Kernels | None, *, quantization: Quantization) -> Packing | None:
+    if kernels is None:
+        if quantization == "int8":
+            raise ModelError(
+                "weights of eight bits are multiplied by the compiled kernels alone, and those are not used here: set "
+                "generator.kernels to 'native' to read why, or generator.quantization to 'none'"
+            )
+        return None
+    return Int8Packing(kernels) if quantization == "int8" else Float32Packing(kernels)
 
 
 def _build(config: PreTrainedConfig, *, dtype: torch.dtype) -> Any:

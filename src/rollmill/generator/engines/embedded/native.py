@@ -45,6 +45,9 @@ class Kernels:
         self._pack, self._linear = library.rollmill_pack, library.rollmill_linear
         self._pack.argtypes, self._pack.restype = [pointer, pointer, number, number, number], None
         self._linear.argtypes, self._linear.restype = [pointer] * 3 + [number] * 4, None
+        self._pack_int8, self._linear_int8 = library.rollmill_pack_int8, library.rollmill_linear_int8
+        self._pack_int8.argtypes, self._pack_int8.restype = [pointer] * 3 + [number] * 3, None
+        self._linear_int8.argtypes, self._linear_int8.restype = [pointer] * 4 + [number] * 4, None
         self._attend = library.rollmill_attend
         self._attend.argtypes = [pointer, number, number, pointer, pointer, number, number, number, pointer, number]
         self._attend.argtypes += [pointer, pointer] + [number] * 4 + [ctypes.c_float, number]
@@ -64,6 +67,29 @@ class Kernels:
         m, inputs = rows.shape
         out = torch.empty(m, outputs, dtype=torch.float32)
         self._linear(rows.data_ptr(), packed.data_ptr(), out.data_ptr(), m, outputs, inputs, torch.get_num_threads())
+        return out
+
+    def new_packed_int8(self, *, outputs: int, inputs: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return room for a weight of this shape in eight bits, and for the factor of each output."""
+        columns = -(-outputs // _PANEL) * _PANEL
+        return torch.empty(columns * inputs, dtype=torch.int8), torch.empty(columns, dtype=torch.float32)
+
+    def pack_int8(
+        self, weight: torch.Tensor, packed: torch.Tensor, factors: torch.Tensor, *, threads: int | None = None
+    ) -> None:
+        """Round `weight`, float32 [outputs, inputs], to 255 steps per output, into room made by `new_packed_int8`."""
+        outputs, inputs = weight.shape
+        threads = threads or torch.get_num_threads()
+        self._pack_int8(weight.data_ptr(), packed.data_ptr(), factors.data_ptr(), outputs, inputs, threads)
+
+    def linear_int8(
+        self, rows: torch.Tensor, packed: torch.Tensor, factors: torch.Tensor, *, outputs: int
+    ) -> torch.Tensor:
+        """Return `rows @ weight.T`, float32 [m, outputs], for `rows`, float32 [m, inputs], and a rounded weight."""
+        m, inputs = rows.shape
+        out = torch.empty(m, outputs, dtype=torch.float32)
+        addresses = (tensor.data_ptr() for tensor in (rows, packed, factors, out))
+        self._linear_int8(*addresses, m, outputs, inputs, torch.get_num_threads())
         return out
 
     def attend(
@@ -205,6 +231,15 @@ def _prove(kernels: Kernels) -> None:
         error = float((kernels.linear(rows, packed, outputs=outputs) - expected).abs().max()) / inputs**0.5
         if not error <= _PROOF_TOLERANCE:
             raise _unavailable(f"their product of [{m}, {inputs}] and [{inputs}, {outputs}] is off by {error:.1e}")
+        whole = weight.mul(9.0).round().clamp(-126, 126)
+        whole[:, 0] = 127.0  # so that the factor is 1, and the integers are the numbers themselves
+        narrow, factors = kernels.new_packed_int8(outputs=outputs, inputs=inputs)
+        kernels.pack_int8(whole, narrow, factors)
+        expected = rows.double() @ whole.double().T
+        found = kernels.linear_int8(rows, narrow, factors, outputs=outputs)
+        error = float((found - expected).abs().max()) / (127 * inputs**0.5)
+        if not error <= _PROOF_TOLERANCE:
+            raise _unavailable(f"their product with {outputs} columns of eight bits is off by {error:.1e}")
     _prove_attention(kernels, numbers=numbers)
 
 
