@@ -143,6 +143,15 @@ def test_capabilities_say_what_the_settings_leave_of_them():
 
 def test_kept_kv_with_an_overlapped_schedule_is_an_impossible_configuration(tmp_path: Path):
     file = tmp_path / "run.toml"
-    file.write_text('[generator]\nengine = "sglang"\n[generator.sglang]\noverlap_schedule = true\n', encoding="utf-8")
+    file.write_text(
+        '[generator]\nengine = "sglang"\n[generator.sglang]\npython = "/p"\noverlap_schedule = true\n', encoding="utf-8"
+    )
     with pytest.raises(ConfigError, match="labels the last token before an update"):
+        load_config(file)
+
+
+def test_an_environment_that_is_not_named_is_told_before_anything_starts(tmp_path: Path):
+    file = tmp_path / "run.toml"
+    file.write_text('[generator]\nengine = "sglang"\n', encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"generator\.sglang\.python is not set"):
         load_config(file)
