@@ -79,7 +79,8 @@ def _kill(mark: ProcessMark) -> None:
 
 
 def _nothing_left(record: DiskRecord) -> bool:
-    if record.first_process is not None and is_alive(record.first_process):
+    marks = (record.first_process, record.helper)
+    if any(mark is not None and is_alive(mark) for mark in marks):
         return False
     return Groups(record.groups).destroy()
 
