@@ -433,6 +433,8 @@ async def test_the_command_routes_grpc_and_http_until_it_is_told_to_stop(two, tm
         body = {"token_ids": [1, 2, 3], "sampling_params": {"max_tokens": 8, "seed": 5}}
         reply = await asyncio.to_thread(_post, f"{found['http']}/inference/v1/generate", body)
         assert reply["choices"][0]["token_ids"] == over_grpc.output_ids.tolist()
+        page = await asyncio.to_thread(_get, f"{found['http']}/metrics")
+        assert 'rollmill_router_requests_total{outcome="ok"} 2.0' in page
     finally:
         process.terminate()
         async with asyncio.timeout(START_S):
@@ -452,6 +454,11 @@ def _post(url: str, body: dict[str, Any]) -> Any:
     asked = urllib.request.Request(url, json.dumps(body).encode(), {"content-type": "application/json"})
     with urllib.request.urlopen(asked, timeout=20) as reply:
         return json.load(reply)
+
+
+def _get(url: str) -> str:
+    with urllib.request.urlopen(url, timeout=20) as reply:
+        return reply.read().decode()
 
 
 def _write(file: Path, *addresses: str) -> None:

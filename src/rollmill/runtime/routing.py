@@ -126,6 +126,7 @@ async def _route(
 def _http_face(options: RouterOptions) -> Face:
     """Return the OpenAI-compatible face; imported when it is served."""
     from rollmill.generator.http import serve_http
+    from rollmill.generator.router.metrics import RouterMetrics
 
     scheme = "http" if options.access.tls is None else "https"
 
@@ -136,6 +137,7 @@ def _http_face(options: RouterOptions) -> Face:
             port=options.http_port or 0,
             token=options.access.token,
             tls=options.access.tls,
+            metrics=RouterMetrics(service, clock=SystemClock()),
             stop=stop,
             on_bound=lambda port: on_bound(f"{scheme}://{address_of(options.host, port)}"),
         )

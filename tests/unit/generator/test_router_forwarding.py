@@ -368,6 +368,7 @@ def test_one_sibling_can_be_aborted_alone():
             assert await fleet.forwarder.abort("r#1")
         reasons = [(one.stop_reason, len(one.output_ids)) for one in task.result().samples]
         assert reasons == [("length", 10), ("abort", 4), ("length", 10)]
+        assert fleet.troubles == []
         assert fleet.replicas["b"].seen == []
 
     run(test)

@@ -14,8 +14,9 @@ request has been seen it goes elsewhere freely; after that with the tokens it ha
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import aclosing
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import aclosing, contextmanager
 
 import msgspec
 
@@ -78,6 +79,7 @@ class Forwarder:
         self._idle = asyncio.Event()
         self._idle.set()
         self.moved = self.retried = self.hedged = 0
+        self.outcomes: Counter[str] = Counter()
 
     # -- calls
 
@@ -95,19 +97,16 @@ class Forwarder:
         Cancellation:
             ends it at its replicas.
         """
-        call = self._begin(data, emit=None)
-        try:
-            if self._settings.streams_upstream:
-                await self._whole(call)
-            elif (reply := await self._in_one_piece(call)) is not None:
-                return reply
-            await self._go_on(call)
+        with self._living(data, emit=None) as call:
+            try:
+                if self._settings.streams_upstream:
+                    await self._whole(call)
+                elif (reply := await self._in_one_piece(call)) is not None:
+                    return reply
+                await self._go_on(call)
+            except _AbortedHere:
+                call.end_open(all_of_them=True)
             return call.progress.reply().SerializeToString()
-        except _AbortedHere:
-            call.end_open(all_of_them=True)
-            return call.progress.reply().SerializeToString()
-        finally:
-            self._end(call)
 
     async def stream(self, data: bytes, *, emit: Emit) -> None:
         """Hand the events of a request to `emit`, one at a time, until its last sample has ended.
@@ -118,15 +117,13 @@ class Forwarder:
         Cancellation:
             ends it at its replicas.
         """
-        call = self._begin(data, emit=emit)
-        try:
-            await self._whole(call)
-            await self._go_on(call)
-        except _AbortedHere:
-            for index in call.end_open(all_of_them=True):
-                await emit(call.progress.finished(index), None)
-        finally:
-            self._end(call)
+        with self._living(data, emit=emit) as call:
+            try:
+                await self._whole(call)
+                await self._go_on(call)
+            except _AbortedHere:
+                for index in call.end_open(all_of_them=True):
+                    await emit(call.progress.finished(index), None)
 
     async def abort(self, request_id: str) -> bool:
         """Abort exactly this request, or this one sibling of one, wherever it is; return whether it was there."""
@@ -184,6 +181,22 @@ class Forwarder:
                 waiting.set_exception(instruction.error)
 
     # -- the life of a call
+
+    @contextmanager
+    def _living(self, data: bytes, *, emit: Emit | None) -> Iterator[Call]:
+        """Keep the books of a call while it lives, and count how it ends."""
+        outcome, call = "cancelled", None
+        try:
+            call = self._begin(data, emit=emit)
+            yield call
+            outcome = "ok"
+        except RollmillError as error:
+            outcome = error.code
+            raise
+        finally:
+            self.outcomes[outcome] += 1
+            if call is not None:
+                self._end(call)
 
     def _begin(self, data: bytes, *, emit: Emit | None) -> Call:
         message = pb.GenerateRequest.FromString(data)

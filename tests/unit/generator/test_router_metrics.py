@@ -1,0 +1,70 @@
+"""What a router tells Prometheus, read back by Prometheus' own parser."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from rollmill.clock import VirtualClock
+from rollmill.errors import DataError
+from rollmill.generator.router.membership import Entry, FixedList
+from rollmill.generator.router.metrics import METRICS, RouterMetrics
+from rollmill.generator.router.service import RouterService
+from rollmill.testing.virtual_loop import run_virtual
+from router_builders import MemoryReplica, message, settings
+
+parser = pytest.importorskip("prometheus_client.parser")
+
+
+def numbers(page: bytes) -> dict[tuple[str, ...], float]:
+    """Name and label values -> number."""
+    return {
+        (sample.name, *sample.labels.values()): sample.value
+        for family in parser.text_string_to_metric_families(page.decode())
+        for sample in family.samples
+        if not sample.name.endswith("_created")
+    }
+
+
+def test_the_page_has_the_numbers_of_what_happened():
+    clock = VirtualClock()
+
+    async def test() -> None:
+        replicas = {name: MemoryReplica(name, clock=clock) for name in ("a", "b")}
+        service = RouterService(
+            settings(jobs={"x": {"max_in_flight": 2}}, poll_s=1000.0),
+            source=FixedList([Entry("a"), Entry("b")]),
+            connect=replicas.__getitem__,
+            clock=clock,
+        )
+        page = RouterMetrics(service, clock=clock)
+        async with asyncio.TaskGroup() as tasks:
+            loops = tasks.create_task(service.run())
+            await asyncio.sleep(0.5)
+            with pytest.raises(DataError):
+                await service.generate_bytes(message("bad", prompt_ids=[9999]).SerializeToString())
+            calls = [
+                tasks.create_task(service.generate_bytes(message(f"r{n}", job=job, tokens=5).SerializeToString()))
+                for n, job in enumerate(["x", "x", "x", "unlisted"])
+            ]
+            await asyncio.sleep(1.5)
+            running = numbers(page.render())
+            await asyncio.gather(*calls)
+            over = numbers(page.render())
+            loops.cancel()
+        assert running["rollmill_router_queue_depth", "x"] == 1
+        assert running["rollmill_router_in_flight", "x"] == 2
+        assert running["rollmill_router_in_flight", "other"] == 1
+        assert (
+            running["rollmill_router_replica_in_flight", "a"] + running["rollmill_router_replica_in_flight", "b"] == 3
+        )
+        assert running["rollmill_router_replica_places", "a"] == 8
+        assert running["rollmill_router_replica_state", "a", "serving"] == 1
+        assert running["rollmill_router_replica_state", "a", "dirty"] == 0
+        assert over["rollmill_router_requests_total", "ok"] == 4
+        assert over["rollmill_router_requests_total", "data"] == 1
+        assert over["rollmill_router_queue_depth", "x"] == 0
+        assert {name for name, *_ in over} == set(METRICS)
+
+    run_virtual(test(), clock=clock)
