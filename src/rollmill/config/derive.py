@@ -325,10 +325,11 @@ def _served_weights(config: RollmillConfig, *, model: ModelFacts) -> dict[str, i
     if not packs:
         return {"weights": model.parameters * plain}
     embedding = model.vocabulary_size * model.hidden_size
-    packed = 1 if config.generator.quantization == "int8" else BYTES_OF["float32"]
-    parts = {"weights": embedding * plain + (model.parameters - embedding) * packed}
+    # Eight bits, and four bytes for every 32 of them.
+    packed = 1.125 if config.generator.quantization == "int8" else BYTES_OF["float32"]
+    parts = {"weights": embedding * plain + int((model.parameters - embedding) * packed)}
     if model.tied:
-        parts["packed_head"] = embedding * packed
+        parts["packed_head"] = int(embedding * packed)
     return parts
 
 

@@ -93,7 +93,7 @@ class EmbeddedEngine:
         speculation: `ngram` guesses what followed the last tokens before, here or in a sibling, where that pays; the
             tokens are the same either way. `off` never guesses.
         kernels: whether compiled kernels multiply with the weights: `auto`, `native` or `torch`.
-        quantization: `int8` keeps the weights of linear layers in eight bits, with a factor per output.
+        quantization: `int8` keeps the weights of linear layers in eight bits, with a factor per 32 inputs.
         before_step: called on the worker thread before each step; an exception from it kills the engine. For fault
             injection and for tests that hold the engine between two steps.
         model: made from these arguments before, and holding these weights; made here if `None`.

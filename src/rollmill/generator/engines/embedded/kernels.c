@@ -14,6 +14,7 @@
 
 #define COLUMNS 16 /* of a panel */
 #define ROWS 6     /* of a tile */
+#define GROUP 32   /* inputs that share a factor */
 #define DEPTH 384  /* products of a panel that stay in the first-level cache: 24 KiB */
 #define CHUNK 240  /* rows whose activations stay in the second-level cache */
 
@@ -102,12 +103,19 @@ static void tile_of(
     }
 }
 
-/* Eight-bit weights are kept as integers from -127 to 127 in the same layout, with one factor per output column. They are
- * widened a block at a time, where the next rows find them in the first-level cache. */
-static void widen(const int8_t *from, float *to, long numbers) {
-    for (long i = 0; i < numbers; i += 8) {
-        __m128i bytes = _mm_loadl_epi64((const __m128i *)(from + i));
-        _mm256_store_ps(to + i, _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes)));
+/* Eight-bit weights are kept as integers from -127 to 127 in the same layout, with one factor for each GROUP inputs of an
+ * output: [groups][16] in a panel. They are widened a block at a time, where the next rows find them in the first-level
+ * cache. */
+static void widen(const int8_t *panel, const float *factors, long first, long depth, float *to) {
+    for (long q = first; q < first + depth;) {
+        long group = q / GROUP, end = (group + 1) * GROUP < first + depth ? (group + 1) * GROUP : first + depth;
+        __m256 low = _mm256_loadu_ps(factors + group * COLUMNS), high = _mm256_loadu_ps(factors + group * COLUMNS + 8);
+        for (; q < end; q++, to += COLUMNS) {
+            __m128i bytes = _mm_loadu_si128((const __m128i *)(panel + q * COLUMNS));
+            __m256i left = _mm256_cvtepi8_epi32(bytes), right = _mm256_cvtepi8_epi32(_mm_srli_si128(bytes, 8));
+            _mm256_store_ps(to, _mm256_mul_ps(_mm256_cvtepi32_ps(left), low));
+            _mm256_store_ps(to + 8, _mm256_mul_ps(_mm256_cvtepi32_ps(right), high));
+        }
     }
 }
 
@@ -121,7 +129,7 @@ static void times_panel(
     float part[ROWS * COLUMNS];
     for (long b = 0, q = 0; b < blocks; b++) {
         long depth = (k - q) / (blocks - b);
-        if (narrow) widen(narrow + q * COLUMNS, wide, depth * COLUMNS);
+        if (narrow) widen(narrow, factors, q, depth, wide);
         for (long t = 0, row = 0; t < tiles; t++) {
             long rows = (m - row) / (tiles - t);
             /* The first tile brings the weights that the next block needs. */
@@ -140,14 +148,12 @@ static void times_panel(
         }
         q += depth;
     }
-    for (long row = 0; factors && row < m; row++)
-        for (long column = 0; column < columns; column++) out[row * stride + column] *= factors[column];
 }
 
 static void times_all(
     const float *x, const float *packed, const int8_t *narrow, const float *factors, float *out, long m, long n, long k,
     long threads) {
-    long panels = (n + COLUMNS - 1) / COLUMNS;
+    long panels = (n + COLUMNS - 1) / COLUMNS, groups = (k + GROUP - 1) / GROUP;
     for (long first = 0; first < m; first += CHUNK) {
         long rows = m - first < CHUNK ? m - first : CHUNK;
 #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
@@ -155,7 +161,7 @@ static void times_all(
             long columns = n - p * COLUMNS < COLUMNS ? n - p * COLUMNS : COLUMNS, at = p * COLUMNS * k;
             times_panel(
                 x + first * k, narrow ? NULL : packed + at, narrow ? narrow + at : NULL,
-                factors ? factors + p * COLUMNS : NULL, out + first * n + p * COLUMNS, rows, k, columns, n);
+                narrow ? factors + p * COLUMNS * groups : NULL, out + first * n + p * COLUMNS, rows, k, columns, n);
         }
     }
 }
@@ -193,30 +199,40 @@ static float largest(const float *from, long k, float *nothing) {
     return found;
 }
 
-/* `packed` must hold ceil(n / 16) * 16 * k bytes and `factors` ceil(n / 16) * 16 floats. A column with a number that is not
- * finite gets a factor that is none. */
+static void round_group(const float *from, int8_t *to, long count, float steps) {
+    for (long q = 0; q < count; q += 8) {
+        int32_t whole[8];
+        long some = count - q < 8 ? count - q : 8;
+        if (some == 8) {
+            __m256 scaled = _mm256_mul_ps(_mm256_loadu_ps(from + q), _mm256_set1_ps(steps));
+            _mm256_storeu_si256((__m256i *)whole, _mm256_cvtps_epi32(scaled));
+        } else {
+            for (long i = 0; i < some; i++) whole[i] = _mm_cvtss_si32(_mm_set_ss(from[q + i] * steps));
+        }
+        for (long i = 0; i < some; i++) to[(q + i) * COLUMNS] = (int8_t)whole[i];
+    }
+}
+
+/* `packed` must hold ceil(n / 16) * 16 * k bytes and `factors` ceil(n / 16) * 16 * ceil(k / 32) floats. A group with a
+ * number that is not finite gets a factor that is none. */
 void rollmill_pack_int8(const float *w, int8_t *packed, float *factors, long n, long k, long threads) {
-    long panels = (n + COLUMNS - 1) / COLUMNS;
+    long panels = (n + COLUMNS - 1) / COLUMNS, groups = (k + GROUP - 1) / GROUP;
 #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
     for (long p = 0; p < panels; p++)
         for (long c = 0; c < COLUMNS; c++) {
             long column = p * COLUMNS + c;
-            const float *from = w + column * k;
-            int8_t *to = packed + p * COLUMNS * k + c;
-            float most = 0.0f, nothing = 0.0f;
-            if (column < n) most = largest(from, k, &nothing);
-            float steps = most > 0.0f ? 127.0f / most : 0.0f;
-            factors[column] = most / 127.0f + nothing;
-            for (long q = 0; q < k; q += 8) {
-                int32_t whole[8] = {0};
-                long count = k - q < 8 ? k - q : 8;
-                if (column < n && count == 8) {
-                    __m256 scaled = _mm256_mul_ps(_mm256_loadu_ps(from + q), _mm256_set1_ps(steps));
-                    _mm256_storeu_si256((__m256i *)whole, _mm256_cvtps_epi32(scaled));
-                } else if (column < n) {
-                    for (long i = 0; i < count; i++) whole[i] = _mm_cvtss_si32(_mm_set_ss(from[q + i] * steps));
+            for (long g = 0; g < groups; g++) {
+                long first = g * GROUP, count = k - first < GROUP ? k - first : GROUP;
+                int8_t *to = packed + (p * k + first) * COLUMNS + c;
+                float *factor = factors + (p * groups + g) * COLUMNS + c;
+                if (column >= n) {
+                    *factor = 0.0f;
+                    for (long q = 0; q < count; q++) to[q * COLUMNS] = 0;
+                    continue;
                 }
-                for (long i = 0; i < count; i++) to[(q + i) * COLUMNS] = (int8_t)whole[i];
+                float nothing, most = largest(w + column * k + first, count, &nothing);
+                *factor = most / 127.0f + nothing;
+                round_group(w + column * k + first, to, count, most > 0.0f ? 127.0f / most : 0.0f);
             }
         }
 }
