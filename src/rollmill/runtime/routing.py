@@ -101,7 +101,8 @@ async def _route(
         connect=lambda address: GrpcUpstream(address, token=options.replica_token, tls=options.replica_tls),
         clock=SystemClock(),
         codec=codec,
-        limits=LimitSettings(max_requests=options.settings.max_queue + 1),
+        # What waits is the law's to bound; the transport only needs room for it, and for what runs.
+        limits=LimitSettings(max_requests=max(options.settings.max_queue, 1) + 8192),
         models=names,
     )
 

@@ -295,6 +295,70 @@ def test_a_late_joiner_that_cannot_load_stays_out_and_tries_again_ever_more_rare
     run(test)
 
 
+def test_a_version_that_nobody_could_load_is_not_asked_of_late_joiners():
+    async def test(clock):
+        fleet = Watched(*"ab", clock=clock, engine={"faults": FakeFaults(refuse_updates=frozenset({7}))})
+        fleet.list.entries = (Entry("a"),)
+        async with fleet.running():
+            await fleet.service.load_weights(7)
+            fleet.list.entries = (Entry("a"), Entry("b"))
+            await asyncio.sleep(5.0)
+            assert fleet.seen() == {"a": "serving", "b": "serving"}
+
+    run(test)
+
+
+def test_a_replica_that_joins_during_an_update_loads_the_new_version_too():
+    async def test(clock):
+        fleet = Watched(*"abc", clock=clock, list_s=0.5)
+        fleet.list.entries = (Entry("a"), Entry("b"))
+        async with fleet.running():
+            update = asyncio.ensure_future(fleet.service.load_weights(2))
+            # `a` has loaded, `b` loads; a load takes 1 s.
+            await asyncio.sleep(1.2)
+            fleet.list.entries = (Entry("a"), Entry("b"), Entry("c"))
+            await asyncio.sleep(5.0)
+            await update
+            assert set(fleet.versions().values()) == {2}
+            assert set(fleet.seen().values()) == {"serving"}
+
+    run(test)
+
+
+def test_a_replica_whose_jobs_change_in_the_list_joins_anew_with_them():
+    async def test(clock):
+        fleet = Watched("a", clock=clock, list_s=1.0)
+        async with fleet.running():
+            # A connection of its own is made for the new entry.
+            old, fleet.replicas["a"] = fleet.replicas["a"], MemoryReplica("a", clock=clock)
+            fleet.list.entries = (Entry("a", ("x",)),)
+            await asyncio.sleep(5.0)
+            assert old.dead
+            assert fleet.service.law.table["a"].jobs == ("x",)
+            assert fleet.seen() == {"a": "serving"}
+
+    run(test)
+
+
+def test_a_replica_that_leaves_while_it_is_asked_disturbs_nobody():
+    async def test(clock):
+        fleet = Watched("a", "b", clock=clock, poll_s=1.0)
+        async with fleet.running():
+
+            async def late_failure(*, timeout_s: float) -> Any:
+                await asyncio.sleep(3.0)
+                raise fleet.replicas["a"]._gone()
+
+            fleet.replicas["a"].status = late_failure
+            fleet.service.fleet.look("a")
+            await asyncio.sleep(0.5)
+            fleet.list.entries = (Entry("b"),)
+            await asyncio.sleep(10.0)
+            assert fleet.seen() == {"b": "serving"}
+
+    run(test)
+
+
 def test_weights_go_to_the_replicas_of_the_job_alone():
     async def test(clock):
         fleet = Watched(*"abc", clock=clock)

@@ -226,6 +226,35 @@ def test_a_stream_that_ends_without_its_finish_goes_on_elsewhere():
     run(test)
 
 
+@pytest.mark.parametrize("keep_tokens", [True, False])
+def test_a_replica_that_answers_with_nonsense_has_failed_and_another_one_answers(keep_tokens):
+    async def test(clock):
+        fleet = Fixture("a", "b", clock=clock, keep_tokens=keep_tokens)
+
+        async def generate(data: bytes, *, timeout_s: float) -> bytes:
+            return b"\xff\xff"
+
+        async def stream(data: bytes, *, timeout_s: float) -> Any:
+            yield b"\xff\xff"
+
+        fleet.replicas["a"].generate, fleet.replicas["a"].stream = generate, stream
+        reply = await fleet.generate(message("r"))
+        assert len(reply.samples[0].output_ids) == 10
+        assert fleet.forwarder.retried == 1
+
+    run(test)
+
+
+def test_a_deadline_without_end_is_no_reason_to_fail():
+    async def test(clock):
+        fleet = Fixture("a", clock=clock)
+        assert len((await fleet.generate(message("r", deadline_s=float("inf")))).samples[0].output_ids) == 10
+        assert isinstance(await _error(fleet.generate(message("r", deadline_s=float("nan")))), DataError)
+        assert isinstance(await _error(fleet.generate(message("r", deadline_s=-1.0))), DataError)
+
+    run(test)
+
+
 def test_all_replicas_lost_is_a_typed_error_with_the_whole_story():
     async def test(clock):
         fleet = Fixture("a", "b", clock=clock, queue_wait_s=5.0)

@@ -120,8 +120,10 @@ class Fleet:
         for name in [name for name, owner in owners.items() if owner.done()]:
             del owners[name]
         for name in owners:
-            if name not in listed and name in self._law.table and self._law.table[name].seen is not Seen.LEAVING:
-                log.info("replica %s was taken off the list", name)
+            if name in self._law.table and self._law.table[name].seen is not Seen.LEAVING:
+                if name in listed and listed[name].jobs == self._law.table[name].jobs:
+                    continue
+                log.info("replica %s was taken off the list, or serves other jobs now", name)
                 self._obey(self._law.leave(name, now_s=self._clock.now_s()))
                 self.look(name)
         for name, entry in listed.items():
@@ -174,9 +176,10 @@ class Fleet:
         try:
             status = await self.upstreams[name].status(timeout_s=self._settings.status_deadline_s)
         except UpstreamError as error:
-            self._say(name, "does not answer", str(error.error))
-            self._law.table.silent(name, reason=str(error.error))
-            self._on_change()
+            if name in self._law.table:
+                self._say(name, "does not answer", str(error.error))
+                self._law.table.silent(name, reason=str(error.error))
+                self._on_change()
             return
         if name not in self._law.table:
             return
@@ -229,8 +232,6 @@ class Fleet:
         async with self._updating:
             members = [m for m in self._law.table.of_job(job) if m.seen in (Seen.SERVING, Seen.DIRTY, Seen.JOINING)]
             self._check_job(job, members)
-            for jobs in {member.jobs for member in members}:
-                self._law.table.set_target(jobs, policy_version)
             names = [member.name for member in members]
             update = RollingUpdate(names, max_unavailable=self._settings.max_unavailable)
             return await self._roll(update, policy_version)
@@ -283,6 +284,9 @@ class Fleet:
             return ReplicaLoad(replica=name, result=result, error=error.error)
         finally:
             self._law.table.loads(name, None)
+        if name in self._law.table:
+            # From now on others can load it too, and must before they join.
+            self._law.table.set_target(self._law.table[name].jobs, policy_version)
         await self._look(name)
         return ReplicaLoad(replica=name, result=Result.LOADED, report=report_from_message(reply))
 

@@ -35,11 +35,13 @@ from rollmill.generator.proto import policy_inference_pb2 as pb
 from rollmill.generator.router.calls import AT_THE_DEADLINE_S, Call, Emit, Piece, ask_of
 from rollmill.generator.router.law import RouterLaw
 from rollmill.generator.router.records import Ask, Ended, Instruction, Refuse, Send
-from rollmill.generator.router.upstream import Upstream, UpstreamError
+from rollmill.generator.router.upstream import Upstream, UpstreamError, read
 from rollmill.generator.service import TextCodec
 
 CONTROL_S = 10.0
 """Deadline of calls that abort a request."""
+LONGEST_S = 7 * 24 * 3600.0
+"""A deadline beyond this, or without end, is taken as this by the transport."""
 
 
 class _AbortedHere(Exception):
@@ -223,30 +225,35 @@ class Forwarder:
         while True:
             replica = await self._place(call, piece)
             try:
-                reply = await self._reply_of(call, piece, replica)
+                reply, message = await self._reply_of(call, piece, replica)
             except UpstreamError as failure:
                 # Whether there were tokens is not known; where it may matter they are taken to have been there.
                 self._retry_or_raise(call, replica, failure, begun=failure.ended in (Ended.LOST, Ended.FAILED))
                 piece = call.whole()
             else:
-                return self._whole_reply(call, reply, replica=replica)
+                return self._whole_reply(call, reply, message, replica=replica)
 
-    async def _reply_of(self, call: Call, piece: Piece, replica: str) -> bytes:
+    async def _reply_of(self, call: Call, piece: Piece, replica: str) -> tuple[bytes, pb.GenerateReply]:
         ended, why = Ended.DROPPED, ""
         now_s = self._clock.now_s()
-        timeout_s = call.deadline_at_s - now_s + self._settings.grace_s
         try:
-            reply = await self._upstream(replica).generate(call.data_at(piece, now_s=now_s), timeout_s=timeout_s)
+            reply = await self._upstream(replica).generate(
+                call.data_at(piece, now_s=now_s), timeout_s=self._timeout_s(call, now_s=now_s)
+            )
+            message = read(pb.GenerateReply, reply, replica=replica)
             ended = Ended.ANSWERED
         except UpstreamError as error:
             ended, why = error.ended, str(error.error)
             raise
         finally:
             self._tell(piece, replica, ended, why=why)
-        return reply
+        return reply, message
 
-    def _whole_reply(self, call: Call, reply: bytes, *, replica: str) -> bytes | None:
-        message = pb.GenerateReply.FromString(reply)
+    def _timeout_s(self, call: Call, *, now_s: float) -> float:
+        return min(call.deadline_at_s - now_s + self._settings.grace_s, LONGEST_S)
+
+    def _whole_reply(self, call: Call, reply: bytes, message: pb.GenerateReply, *, replica: str) -> bytes | None:
+        """Return a reply as it is; `None` if samples in it were cut short, which are in the books then."""
         now_s = self._clock.now_s()
         cut = [one.index for one in message.samples if call.is_cut(one.index, one.stop_reason, now_s=now_s)]
         if not cut or not self._may_move(call):
@@ -379,7 +386,7 @@ class Forwarder:
         """Stream a piece from one replica; `claim` is asked at its first token whether it is the one that counts."""
         now_s = self._clock.now_s()
         sent_s, ended, why = now_s, Ended.DROPPED, ""
-        timeout_s = call.deadline_at_s - now_s + self._settings.grace_s
+        timeout_s = self._timeout_s(call, now_s=now_s)
         data = call.data_at(piece, now_s=now_s)
         if call.emit is None:  # nobody reads along, so larger chunks do
             data += self._in_chunks
@@ -387,7 +394,7 @@ class Forwarder:
         try:
             async with aclosing(self._upstream(replica).stream(data, timeout_s=timeout_s)) as events:
                 async for raw in events:
-                    event = pb.GenerateEvent.FromString(raw)
+                    event = read(pb.GenerateEvent, raw, replica=replica)
                     if not claimed and event.WhichOneof("event") is not None:
                         if not claim():
                             return

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable, Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import grpc
+from google.protobuf.message import DecodeError, Message
 
 from rollmill.errors import (
     DataError,
@@ -23,6 +24,8 @@ from rollmill.generator.proto import policy_inference_pb2 as pb
 from rollmill.generator.router.records import Ended
 from rollmill.generator.security import TlsFiles, bearer
 from rollmill.generator.statuses import error_from_status
+
+M = TypeVar("M", bound=Message)
 
 SERVICE = pb.DESCRIPTOR.services_by_name["PolicyInference"].full_name
 _OPTIONS = (
@@ -83,6 +86,22 @@ class Upstream(Protocol):
     async def close(self) -> None:
         """End the connection, and all calls with it."""
         ...
+
+
+def read(kind: type[M], data: bytes, *, replica: str) -> M:
+    """Return a message of a replica.
+
+    Raises:
+        UpstreamError: if the bytes are none: whatever answers there is no replica, or another version of one.
+    """
+    try:
+        return kind.FromString(data)
+    except DecodeError as error:
+        broken = EngineError(
+            f"the replica {replica} answered with {len(data)} bytes that are no {kind.__name__}: {error}. Does it run "
+            "the same version of Rollmill as the router?"
+        )
+        raise UpstreamError(broken, Ended.FAILED, replica=replica) from error
 
 
 def judge(error: RollmillError, *, status: str) -> Ended:
@@ -152,7 +171,7 @@ class GrpcUpstream:
     async def abort(self, request_id: str, *, timeout_s: float) -> bool:
         """Abort a request; return whether it was there."""
         data = pb.AbortRequest(request_id=request_id).SerializeToString()
-        return pb.AbortReply.FromString(await self._call("Abort", data, timeout_s=timeout_s)).found
+        return read(pb.AbortReply, await self._call("Abort", data, timeout_s=timeout_s), replica=self.address).found
 
     async def score(self, data: bytes, *, timeout_s: float) -> bytes:
         """Return a serialized reply with log-probs."""
@@ -160,12 +179,13 @@ class GrpcUpstream:
 
     async def status(self, *, timeout_s: float) -> pb.StatusReply:
         """Return standing, weights and load."""
-        return pb.StatusReply.FromString(await self._call("Status", b"", timeout_s=timeout_s))
+        return read(pb.StatusReply, await self._call("Status", b"", timeout_s=timeout_s), replica=self.address)
 
     async def load_weights(self, policy_version: int, *, timeout_s: float) -> pb.LoadWeightsReply:
         """Have it serve another version."""
         data = pb.LoadWeightsRequest(policy_version=policy_version).SerializeToString()
-        return pb.LoadWeightsReply.FromString(await self._call("LoadWeights", data, timeout_s=timeout_s))
+        reply = await self._call("LoadWeights", data, timeout_s=timeout_s)
+        return read(pb.LoadWeightsReply, reply, replica=self.address)
 
     async def close(self) -> None:
         """End the connection, and all calls with it."""
