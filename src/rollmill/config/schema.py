@@ -256,8 +256,8 @@ class GeneratorSettings(Section):
     AVX2 and a C compiler), `auto` takes them where they can be used, `torch` never."""
     quantization: Literal["none", "int8"] = knob("none")
     """`int8` keeps the weights of linear layers as integers of eight bits with a factor per 32 inputs, rounded at the
-    load: 0.28 of their memory, and small batches are faster. Log-probs differ from the trainer's (by 0.05 nats on average
-    with SmolLM2), which the algorithm's importance correction takes into account. Needs the compiled kernels."""
+    load: 0.28 of their memory, and small batches are faster. Log-probs differ from the trainer's (with SmolLM2 by 0.05
+    nats on average), which the algorithm's importance correction takes into account. Needs the compiled kernels."""
     max_num_seqs: int = knob(
         48, unit="sequences", raising="larger batches, more KV memory", lowering="less memory, lower throughput", ge=1
     )
