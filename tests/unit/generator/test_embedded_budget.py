@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import doctest
+
 import pytest
 
 from generator_builders import MAX_LEN, embedded, random_model
 from rollmill.errors import ConfigError
+from rollmill.generator.engines.embedded import budget, speculation
 from rollmill.generator.engines.embedded.budget import KvBudget, MemoryParts, plan_kv
 
 PARTS = MemoryParts(process=300, weights=500, activations=100)
@@ -79,3 +82,10 @@ async def test_spare_weights_count_where_they_will_be_made(tmp_path):
 def test_a_pass_that_cannot_hold_all_sequences_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"max_num_batched_tokens 7 is less than generator.max_num_seqs 8"):
         embedded(tmp_path, MODEL, max_num_batched_tokens=7)
+
+
+@pytest.mark.parametrize("module", [budget, speculation])
+def test_the_examples_in_the_docstrings_hold(module):
+    results = doctest.testmod(module)
+    assert results.attempted > 0
+    assert results.failed == 0
