@@ -25,7 +25,11 @@ from rollmill.generator.router.service import RouterService
 from rollmill.generator.router.upstream import SERVICE, GrpcUpstream, Upstream
 
 MEBIBYTE = 1024 * 1024
-UNBOUND = (("grpc.max_concurrent_streams", 100_000),)
+UNBOUND = (
+    ("grpc.max_concurrent_streams", 100_000),
+    ("grpc.server.max_pending_requests", 100_000),
+    ("grpc.server.max_pending_requests_hard_limit", 100_000),
+)
 
 
 def say(record: Any) -> None:

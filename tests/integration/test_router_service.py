@@ -372,6 +372,14 @@ async def test_health_follows_the_fleet_and_reflection_describes_the_service(rep
         assert (await stub.Check(asked, timeout=5)).status == health_pb2.HealthCheckResponse.NOT_SERVING
 
 
+async def test_thousands_of_calls_that_come_at_once_are_all_answered():
+    async with routing([]) as router, grpc.aio.insecure_channel(router.address) as channel:
+        stub = pb_grpc.PolicyInferenceStub(channel)
+        # gRPC itself cancels calls beyond 1,000 to 3,000 that wait to be looked at, unless it is told not to.
+        replies = await asyncio.gather(*(stub.Status(pb.StatusRequest(), timeout=60) for _ in range(3500)))
+    assert {reply.state for reply in replies} == {"starting"}
+
+
 async def test_bytes_that_are_no_message_are_refused_in_words(two):
     async with routing(two) as router, grpc.aio.insecure_channel(router.address) as channel:
         await router.until_serving(2)

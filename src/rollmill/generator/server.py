@@ -244,6 +244,9 @@ def server_options(limits: LimitSettings) -> tuple[tuple[str, int], ...]:
         ("grpc.max_receive_message_length", limits.max_body_bytes),
         # A call too many is refused. If the connection had no stream left for it, it would be held back instead.
         ("grpc.max_concurrent_streams", _calls(limits) + _CONTROL_CALLS),
+        # gRPC cancels calls beyond 1,000 to 3,000 that we have not looked at yet; a full router sees that many at once.
+        ("grpc.server.max_pending_requests", _calls(limits) + _CONTROL_CALLS),
+        ("grpc.server.max_pending_requests_hard_limit", _calls(limits) + _CONTROL_CALLS),
         ("grpc.keepalive_time_ms", round(limits.keepalive_s * 1000)),
         ("grpc.keepalive_timeout_ms", round(limits.keepalive_timeout_s * 1000)),
         # Without this one, an unanswered ping closes the connection only after a minute.
