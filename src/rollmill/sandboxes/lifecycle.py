@@ -37,7 +37,13 @@ def death(reason: DeathReason, *, detail: str = "") -> Death:
 
 
 def explain_end(
-    *, ordered: DeathReason | None, exit_code: int, usage: Mapping[str, int], by_operator: bool, memory_bytes: int
+    *,
+    ordered: DeathReason | None,
+    exit_code: int,
+    usage: Mapping[str, int],
+    by_operator: bool,
+    memory_bytes: int,
+    complaint: str = "",
 ) -> Death:
     """Explain why a sandbox's first process ended.
 
@@ -47,9 +53,10 @@ def explain_end(
         usage: the sandbox's last counts, `oom_kills` among them where they are kept.
         by_operator: whether somebody outside left a note that it was to be killed.
         memory_bytes: the memory cap, for the message.
+        complaint: what was wrong with its agent, if that is why it was ordered to end.
     """
     if ordered is not None:
-        return death(ordered)
+        return death(ordered, detail=complaint)
     if by_operator:
         return death(DeathReason.KILLED_BY_OPERATOR, detail="ended by `rollmill sandbox kill`")
     if exit_code == _SIGKILL and usage.get("oom_kills", 0) > 0:

@@ -6,9 +6,12 @@ Nothing here knows a backend. Every duration is in seconds and every size in byt
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Mapping
 
 import msgspec
+
+from rollmill.errors import ConfigError
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -33,6 +36,19 @@ class DirectoryImage(Record, tag="directory", frozen=True, kw_only=True):
 
 
 Image = HostImage | DirectoryImage
+
+
+_MIB = 1024**2
+# Below these an empty sandbox does not start, or its agent has no room to say what is wrong.
+_LEAST = {
+    "memory_bytes": 16 * _MIB,
+    "disk_bytes": _MIB,
+    "inodes": 256,
+    "pids": 2,
+    "cpu_s": 0,
+    "output_bytes": 0,
+    "open_files": 16,
+}
 
 
 class Limits(Record, frozen=True, kw_only=True):
@@ -61,6 +77,15 @@ class Limits(Record, frozen=True, kw_only=True):
     exec_s: float = 300.0
     output_bytes: int = 64 * 1024**2
     open_files: int = 1024
+
+    def __post_init__(self) -> None:
+        for name, least in _LEAST.items():
+            value = getattr(self, name)
+            if not value >= least:
+                raise ConfigError(f"limits.{name} is {value}; a sandbox that starts at all needs at least {least}")
+        for name in ("cpus", "wall_s", "exec_s"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ConfigError(f"limits.{name} is {getattr(self, name)}; it must be above 0 and finite")
 
 
 class Network(enum.Enum):
@@ -102,6 +127,10 @@ class Lease(Record, frozen=True, kw_only=True):
     rollout_id: str = ""
     generation: int = 0
     policy_version: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.ttl_s < math.inf:
+            raise ConfigError(f"ttl_s of a lease is {self.ttl_s}; it must be above 0 and finite: every lease ends")
 
 
 class SandboxState(enum.Enum):

@@ -529,7 +529,7 @@ class FakeSandboxProvider:
     Example:
         >>> from rollmill.testing import run_virtual
         >>> async def hello() -> bytes:
-        ...     provider = FakeSandboxProvider(start_s=3600.0)
+        ...     provider = FakeSandboxProvider(start_s=600.0)
         ...     sandbox = await provider.create(SandboxSpec(), id="a", lease=Lease(owner="me", ttl_s=7200.0))
         ...     return (await sandbox.exec(["echo", "hello"])).stdout
         >>> run_virtual(hello())

@@ -70,6 +70,14 @@ class Agent:
                 self._turn()
             except MemoryError:
                 continue  # the job that asked gets no answer and ends at its deadline; the sandbox lives on
+            except Exception as error:
+                # A mistake of ours: said to the owner with its place, for in here nobody could read it.
+                trace = error.__traceback__
+                while trace is not None and trace.tb_next is not None:
+                    trace = trace.tb_next
+                line = 0 if trace is None else trace.tb_lineno
+                self._send({"op": "crashed", "message": f"{type(error).__name__} at line {line}: {error}"})
+                os._exit(3)
 
     def _turn(self) -> None:
         due = [job.deadline for job in self._jobs.values() if job.deadline is not None and not job.killed_by]
@@ -303,8 +311,7 @@ class Agent:
             self._forget(warm.fileno())
             del self._warm[key]
             for job in warm.close():
-                job.close()
-                self._jobs.pop(job.number, None)
+                self._release(job)
                 self._refuse(job.number, "no_python", "the sandbox's python3 is missing, or its fork-server was ended")
 
     def _finish(self, job: Job) -> None:
@@ -313,11 +320,16 @@ class Agent:
             budget = 64
             while budget and self._on_output(job, descriptor):
                 budget -= 1
+        self._release(job)
+        self._send(job.report())
+
+    def _release(self, job: Job) -> None:
+        """Forget a job: its pipes leave the poll before they are closed."""
+        for descriptor in job.outputs:
             self._forget(descriptor)
         self._close_stdin(job)
         job.close()
         self._jobs.pop(job.number, None)
-        self._send(job.report())
 
     def _balance(self) -> None:
         """Stop reading jobs while the owner lags, and begin again when it has caught up."""

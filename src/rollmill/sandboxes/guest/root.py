@@ -85,7 +85,9 @@ class Trees:
 
 
 def make_mount_point(target: str, *, directory: bool) -> None:
-    """Make an empty directory or file to mount on, with the directories above it."""
+    """Make an empty directory or file to mount on, with the directories above it, unless something is there."""
+    if os.path.exists(target):
+        return
     if directory:
         os.makedirs(target, exist_ok=True)
         return

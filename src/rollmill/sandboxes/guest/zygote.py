@@ -15,6 +15,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import resource
 import select
 import signal
 import socket
@@ -141,7 +142,15 @@ class Zygote:
             become_sandbox(plan, agent=agent, gate=theirs)
             os._exit(1)
         theirs.close()
-        child = Child(order["id"], pid, os.pidfd_open(pid), groups, order["record"], ours)
+        try:
+            descriptor = os.pidfd_open(pid)
+        except OSError:
+            os.kill(pid, signal.SIGKILL)  # a child of ours, and not waited for: the number is still its own
+            os.waitpid(pid, 0)
+            for one in (ours.detach(), *entrances):
+                os.close(one)
+            raise
+        child = Child(order["id"], pid, descriptor, groups, order["record"], ours)
         try:
             _map_ids(pid, base=order["id_base"])
             entrances += _open_trees(plan, pid)
@@ -248,6 +257,8 @@ def main() -> None:
         owner = os.pidfd_open(owner_pid)
     except ProcessLookupError:
         return
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # two for each sandbox
     root.host_directories()
     root.host_configuration()
     # What is here now is shared by all sandboxes; the collector must not write to its pages.

@@ -135,6 +135,7 @@ class AgentChannel(asyncio.Protocol):
         self._jobs: dict[int, RunningJob] = {}
         self.ready: asyncio.Future[tuple[str, ...]] = asyncio.get_running_loop().create_future()
         self.ready.add_done_callback(_look)
+        self.closed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     @property
     def busy(self) -> bool:
@@ -154,6 +155,11 @@ class AgentChannel(asyncio.Protocol):
         except (BadFrame, msgspec.ValidationError) as error:
             self.close()
             self._on_nonsense(f"its agent broke the protocol: {error}")
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Note the end: whatever the agent said before it has been read."""
+        if not self.closed.done():
+            self.closed.set_result(None)
 
     def close(self) -> None:
         """Close the connection; the agent ends when it sees that."""
@@ -207,6 +213,8 @@ class AgentChannel(asyncio.Protocol):
         if message.op == "ready":
             if not self.ready.done():
                 self.ready.set_result(message.protections)
+        elif message.op == "crashed":
+            self._on_nonsense(f"its agent failed: {message.message}")
         elif message.op == "failed":
             if not self.ready.done():
                 self.ready.set_exception(SetupFailed(message.message, step=message.step, errno=message.errno))

@@ -24,6 +24,7 @@ from typing import Any
 import msgspec
 
 from rollmill.errors import (
+    ConfigError,
     DeadlineExceeded,
     ImageError,
     IsolationError,
@@ -58,6 +59,11 @@ _REMEMBERED_ENDS = 1000
 _RETRY_AFTER_S = 1.0
 _NO_ROOM = (errno.EAGAIN, errno.ENOMEM, errno.ENOSPC, errno.EMFILE, errno.ENFILE)
 _CLEAN_LOOK_S = 0.02
+_LAST_WORDS_S = 1.0
+_REFUSALS = (errno.EPERM, errno.EACCES, errno.ENOSYS, errno.EINVAL)
+_BAD_PATHS = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EACCES)
+# To show the host's would undo what keeps the sandbox away from it.
+_OWN_DIRECTORIES = ("", "proc", "sys", "dev")
 
 
 class NamespaceProvider:
@@ -204,7 +210,13 @@ class NamespaceProvider:
     async def _same(self, sandbox: NamespaceSandbox, spec: SandboxSpec) -> NamespaceSandbox:
         if sandbox.spec != spec:
             raise SandboxIdInUse(f"sandbox {sandbox.id} lives and has another spec; choose another id, or end it first")
-        await asyncio.wait_for(asyncio.shield(sandbox.channel.ready), self._settings.start_s)
+        try:
+            await asyncio.wait_for(asyncio.shield(sandbox.channel.ready), self._settings.start_s)
+        except TimeoutError:
+            what = f"sandbox {sandbox.id} is being started by another call, for more than {self._settings.start_s:g} s"
+            raise SandboxRetryable(what, after_s=_RETRY_AFTER_S) from None
+        except SetupFailed as error:
+            raise self._explain(error, sandbox) from error
         return sandbox
 
     async def _running_zygote(self) -> ZygoteLink:
@@ -264,7 +276,15 @@ class NamespaceProvider:
         return sandbox
 
     async def _start(self, sandbox: NamespaceSandbox, zygote: ZygoteLink) -> NamespaceSandbox:
-        ours, theirs = _socketpair()
+        try:
+            ours, theirs = _socketpair()
+        except OSError as error:
+            self._forget(sandbox, reason=DeathReason.START_FAILED, detail=str(error))
+            raise SandboxRetryable(
+                f"sandbox {sandbox.id}: this process has no descriptors left ({error}); end sandboxes, or raise its "
+                "limit of open files (ulimit -n): each takes one.",
+                after_s=_RETRY_AFTER_S,
+            ) from error
         loop = asyncio.get_running_loop()
         if not zygote.order(self._order(sandbox), descriptors=[theirs]):
             ours.close()
@@ -323,10 +343,13 @@ class NamespaceProvider:
                 "too small for an empty sandbox.",
                 after_s=_RETRY_AFTER_S,
             )
-        if error.errno in (errno.EPERM, errno.ENOSYS, errno.EACCES, errno.EINVAL):
+        if error.step == "mount the root" and error.errno in _BAD_PATHS:
+            return ImageError(f"{what}. A directory of the image, or a path to be shown, cannot be reached.")
+        if error.errno in _REFUSALS:
             advice = WORDS[Protection.NAMESPACES][1]
             return IsolationError(
-                f"{what}. Nothing was started without it. {advice}; `rollmill sandbox doctor` says more."
+                f"{what}. The kernel refuses it, and nothing was started without it. {advice}. Inside a container, allow "
+                "these calls in its seccomp profile and do not mask its /proc. `rollmill sandbox doctor` says more."
             )
         return SandboxError(what)
 
@@ -362,11 +385,23 @@ class NamespaceProvider:
             usage=report["usage"],
             by_operator=self.records.kill_noted(sandbox.id),
             memory_bytes=sandbox.spec.limits.memory_bytes,
+            complaint=sandbox.complaint,
         )
-        self._forget(sandbox, reason=end.reason, detail=end.detail)
+
+        def close_books(_: object = None) -> None:
+            self._forget(sandbox, reason=end.reason, detail=end.detail)
+
+        if sandbox.channel.ready.done() or sandbox.channel.closed.done():
+            close_books()
+            return
+        # It never became ready: what it says about the reason may still lie in its socket, so that is read first.
+        sandbox.channel.closed.add_done_callback(close_books)
+        asyncio.get_running_loop().call_later(_LAST_WORDS_S, close_books)
 
     def _forget(self, sandbox: NamespaceSandbox, *, reason: DeathReason, detail: str) -> None:
         """Close the books of a sandbox of which nothing is left."""
+        if sandbox.death is not None:
+            return
         self._alive.pop(sandbox.id, None)
         self.records.remove(sandbox.id)
         sandbox.ended(death(reason, detail=detail))
@@ -406,6 +441,11 @@ def _check_spec(spec: SandboxSpec) -> None:
     for path in spec.expose:
         if not path.startswith("/") or not os.path.exists(path):
             raise ImageError(f"{path!r} is to be shown in the sandbox and is no absolute path of something that exists")
+        top = os.path.normpath(path).split("/")[1]
+        if top in _OWN_DIRECTORIES:
+            raise ConfigError(
+                f"{path!r} cannot be shown in a sandbox: /{top} is its own. Name a directory below another."
+            )
 
 
 def _check_image(image: Image) -> None:

@@ -120,7 +120,8 @@ class NamespaceSandbox:
         self._death: Death | None = None
         self.ordered: DeathReason | None = None
         self.protections: tuple[str, ...] = ()
-        self.channel = AgentChannel(on_nonsense=lambda _: self.order_end(DeathReason.EXITED))
+        self.complaint = ""
+        self.channel = AgentChannel(on_nonsense=self._distrust)
         self.gone: asyncio.Future[Death] = self._loop.create_future()
         self._lease_timer = self._loop.call_later(lease.ttl_s, self._lease_expired)
         self._wall_timer = self._loop.call_later(spec.limits.wall_s, self.order_end, DeathReason.POLICY_WALL)
@@ -169,6 +170,11 @@ class NamespaceSandbox:
         self.protections = protections
         if self._state is SandboxState.STARTING:
             self._state = SandboxState.READY
+
+    def _distrust(self, complaint: str) -> None:
+        """Give an agent up that broke the protocol, or failed."""
+        self.complaint = complaint
+        self.order_end(DeathReason.EXITED)
 
     def _lease_expired(self) -> None:
         self.order_end(DeathReason.LEASE_EXPIRED)
