@@ -174,6 +174,25 @@ def test_the_beginning_of_a_long_prompt_gives_way_to_those_who_run(tmp_path):
         assert_exact(engine.turn(name))
 
 
+@pytest.mark.parametrize("end", ["abort", "deadline"])
+def test_the_beginning_of_a_prompt_that_nobody_waits_for_any_more_is_given_back(tmp_path, end):
+    engine = few(tmp_path, max_num_seqs=2, max_num_batched_tokens=20)
+    engine.submit(request("long", prompt_of(100), deadline_s=5.0))
+    engine.steps(2)
+    assert engine.core.kv_used_tokens == 48  # 40 tokens are computed
+    if end == "abort":
+        engine.core.abort("long")
+    else:
+        engine.clock.advance(5.0)
+        engine.steps(1)
+    assert engine.core.kv_used_tokens == 0
+    engine.submit(request("again", prompt_of(100), max_new_tokens=2))
+    engine.finish()
+    # 40 tokens of it were found, and 60 computed in three chunks of its own.
+    assert (engine.turn("again").cached_tokens, engine.core.prefill_tokens) == (40, 100)
+    assert_exact(engine.turn("again"))
+
+
 def test_a_full_prompt_of_the_greatest_length_starts_also_behind_what_lies_about(tmp_path):
     engine = few(tmp_path, kv_blocks=FEWEST)
     longest = prompt_of(159)

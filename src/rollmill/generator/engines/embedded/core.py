@@ -85,6 +85,7 @@ class EngineCore:
         self._clock, self._meter = clock, meter
         self._max_wait_s = max_wait_s
         self._chunk: PrefillJob | None = None
+        self._chunked: tuple[Sequence | None, int] = None, 0
 
     # -- what the caller reads
 
@@ -313,6 +314,8 @@ class EngineCore:
                 self.running.remove(sequence)
                 self.kv.end(sequence)
             elif sequence in self.waiting:
+                if sequence is self.waiting[0]:  # whose beginning may have been computed
+                    self.kv.drop_chunk()
                 self.waiting.remove(sequence)
             else:
                 self.gate.held.remove(sequence)
@@ -396,7 +399,7 @@ class EngineCore:
         left = self.max_num_batched_tokens - len(self.running) - planner.computed
         if fresh > left:
             if not planner.jobs:
-                self._plan_chunk(planner, ids[: match.tokens + left], match=match)
+                self._plan_chunk(planner, mates[0], ids[: match.tokens + left], match=match)
             return []
         held = self.kv.store.needed(len(ids))
         promises = [self._promised(mate, held=held) for mate in mates]
@@ -407,12 +410,14 @@ class EngineCore:
         self.kv.drop_chunk()
         return mates[: len(job.tables)]
 
-    def _plan_chunk(self, planner: PrefillPlanner, ids: np.ndarray, *, match: Match) -> None:
+    def _plan_chunk(self, planner: PrefillPlanner, head: Sequence, ids: np.ndarray, *, match: Match) -> None:
         job = self._begin(ids, match=match, promises=[0], room=self._room([]))
         if job is not None:
             job.wants_logits = False
             planner.add(job)
             self._chunk = job
+            before = self._chunked[1] if self._chunked[0] is head else 0
+            self._chunked = head, before + planner.computed
 
     def _begin(self, ids: np.ndarray, *, match: Match, promises: list[int], room: int | None) -> PrefillJob | None:
         """Return the job of a prompt with blocks for as many siblings as there is room for, or `None`."""
@@ -445,6 +450,9 @@ class EngineCore:
 
     def _stamp(self, sequence: Sequence, *, cached: int, started_s: float) -> None:
         now_s = self._clock.now_s()
+        if self._chunked[0] is sequence:  # what it found there was made for itself
+            cached = max(0, cached - self._chunked[1])
+            self._chunked = None, 0
         sequence.cached_tokens = cached
         sequence.prefill_started_s, sequence.prefill_s = started_s, now_s - started_s
         sequence.first_token_s = now_s

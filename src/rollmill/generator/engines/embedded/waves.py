@@ -2,7 +2,7 @@
 
 What arithmetic gives depends on which rows share a pass, so a wave runs alone, from an empty batch, in its own order.
 Decides who comes next; holds the others. First whole, first served: requests of no wave that come while a whole wave
-waits stand behind it. Without waves nothing is ever held. Knows nothing of slots or KV.
+waits stand behind it. Without waves nothing is ever held. Knows nothing of KV.
 """
 
 from __future__ import annotations
