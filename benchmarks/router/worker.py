@@ -23,6 +23,7 @@ from rollmill.generator.router.membership import Entry, FixedList
 from rollmill.generator.router.records import Ask, Ended, Report, Send
 from rollmill.generator.router.service import RouterService
 from rollmill.generator.router.upstream import SERVICE, GrpcUpstream, Upstream
+from rollmill.runtime.routing import collect_rarely
 
 MEBIBYTE = 1024 * 1024
 UNBOUND = (
@@ -164,6 +165,7 @@ async def router(plan: dict[str, Any]) -> None:
     def announce(addresses: RouterAddresses) -> None:
         say({"address": addresses.grpc})
 
+    collect_rarely()  # as the command does
     await serve_router(service, stop=asyncio.Event(), on_serving=announce)
 
 
