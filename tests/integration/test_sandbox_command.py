@@ -83,6 +83,7 @@ def test_sandboxes_of_another_process_are_listed_and_can_be_killed(tmp_path):
         killed = await _in_thread("kill", "mine", directory=tmp_path)
         assert (killed.returncode, killed.stdout) == (0, b"ended mine\n")
         await until(lambda: sandbox.death is not None)
+        assert sandbox.death is not None
         assert sandbox.death.reason.value == "killed_by_operator"
         assert (await _in_thread("list", directory=tmp_path)).stdout == b"no sandboxes\n"
 

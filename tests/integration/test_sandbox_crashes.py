@@ -11,12 +11,13 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
 from rollmill.errors import SandboxDead
-from rollmill.sandboxes import Culprit, DeathReason, Provider, SandboxState
+from rollmill.sandboxes import Culprit, DeathReason, SandboxState
 from rollmill.sandboxes.disk_records import DiskRecords, ProcessMark, is_alive
 from rollmill.sandboxes.guest.cgroups import PARENT_NAME, discover
 from rollmill.sandboxes.sweep import kill_outright, sweep
@@ -124,7 +125,7 @@ def test_a_sweep_leaves_the_sandboxes_of_owners_that_live(owner):
 
 
 def test_a_lost_zygote_is_infrastructures_fault_and_the_next_sandbox_gets_a_new_one(tmp_path):
-    async def body(provider: Provider) -> None:
+    async def body(provider: Any) -> None:
         sandbox = await start(provider)
         call = asyncio.ensure_future(sandbox.exec(["sleep", "600"]))
         await until(lambda: sandbox.state is SandboxState.BUSY)
@@ -145,7 +146,7 @@ def test_a_lost_zygote_is_infrastructures_fault_and_the_next_sandbox_gets_a_new_
 
 
 def test_a_first_process_killed_from_outside_is_told_apart_from_an_operators_kill(tmp_path):
-    async def body(provider: Provider) -> list[tuple[DeathReason, Culprit]]:
+    async def body(provider: Any) -> list[tuple[DeathReason, Culprit]]:
         found = []
         for noted in (False, True):
             sandbox = await start(provider)
@@ -166,7 +167,7 @@ def test_a_first_process_killed_from_outside_is_told_apart_from_an_operators_kil
 
 
 def test_closing_a_provider_ends_what_lives_and_leaves_nothing(tmp_path):
-    async def body(provider: Provider) -> list[ProcessMark]:
+    async def body(provider: Any) -> list[ProcessMark]:
         for _ in range(3):
             sandbox = await start(provider)
             await sandbox.start_process(["sleep", "600"])

@@ -193,7 +193,8 @@ def _make(version: int, directory: str) -> None:
         os.makedirs(parent, exist_ok=True)
     if version == 2:
         _hand_down(parent)
-    os.mkdir(directory)
+    if not os.path.isdir(directory):  # left by a killed owner with the same process id and sandbox: taken over
+        os.mkdir(directory)
 
 
 def _hand_down(directory: str) -> None:

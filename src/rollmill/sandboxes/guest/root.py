@@ -23,7 +23,6 @@ _DEVICE_LINKS = {"fd": "/proc/self/fd", "stdin": "fd/0", "stdout": "fd/1", "stde
                  "ptmx": "pts/ptmx"}  # fmt: skip
 # What every user may read there and no sandbox needs. The rest of /proc belongs to the host's root: nobody inside.
 _MASKED_PROC = ("keys", "kallsyms", "cmdline", "config.gz")
-_DIRECTORIES = ("acpi", "scsi", "driver", "tty")
 _DIRECTORIES = {"tmp": 0o1777, "var": 0o755, "var/tmp": 0o1777, "root": 0o755, "home": 0o755, "run": 0o755,
                 "workspace": 0o1777, "proc": 0o555, "dev": 0o755, "sys": 0o555, "etc": 0o755}  # fmt: skip
 

@@ -131,6 +131,7 @@ class AgentChannel(asyncio.Protocol):
         self._parser = Parser(most_head_bytes=_MOST_REPLY_HEAD_BYTES, most_payload_bytes=_MOST_REPLY_BYTES)
         self._transport: asyncio.Transport | None = None
         self._next = 1
+        self._failure: Exception | None = None
         self._waiting: dict[int, asyncio.Future[tuple[_Message, bytes]]] = {}
         self._jobs: dict[int, RunningJob] = {}
         self.ready: asyncio.Future[tuple[str, ...]] = asyncio.get_running_loop().create_future()
@@ -167,7 +168,8 @@ class AgentChannel(asyncio.Protocol):
             self._transport.abort()
 
     def fail_all(self, error: Exception) -> None:
-        """Let everybody who waits know that no answer will come."""
+        """Let everybody who waits, now or later, know that no answer will come."""
+        self._failure = error
         for future in [*self._waiting.values(), self.ready]:
             if not future.done():
                 future.set_exception(error)
@@ -183,6 +185,8 @@ class AgentChannel(asyncio.Protocol):
 
     async def ask(self, head: dict[str, Any], payload: bytes | memoryview = b"") -> tuple[_Message, bytes]:
         """Send a request and wait for its one reply; the caller bounds the wait."""
+        if self._failure is not None:
+            raise self._failure
         number = self._number()
         future: asyncio.Future[tuple[_Message, bytes]] = asyncio.get_running_loop().create_future()
         future.add_done_callback(_look)
@@ -195,6 +199,8 @@ class AgentChannel(asyncio.Protocol):
 
     def begin(self, head: dict[str, Any], payload: bytes = b"") -> RunningJob:
         """Start a program."""
+        if self._failure is not None:
+            raise self._failure
         job = RunningJob(self._number(), cap_bytes=head["cap"])
         self._jobs[job.number] = job
         self._send({**head, "n": job.number}, payload)

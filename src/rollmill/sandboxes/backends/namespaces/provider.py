@@ -348,8 +348,8 @@ class NamespaceProvider:
         if error.errno in _REFUSALS:
             advice = WORDS[Protection.NAMESPACES][1]
             return IsolationError(
-                f"{what}. The kernel refuses it, and nothing was started without it. {advice}. Inside a container, allow "
-                "these calls in its seccomp profile and do not mask its /proc. `rollmill sandbox doctor` says more."
+                f"{what}. The kernel refuses it, and nothing was started without it. {advice}. Inside a container, let "
+                "its seccomp profile allow this and do not mask its /proc. `rollmill sandbox doctor` says more."
             )
         return SandboxError(what)
 
