@@ -6,7 +6,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from generator_builders import SteppedEngine, prompt_of, random_model, reference_logprobs, request
+from generator_builders import SteppedEngine, embedded, prompt_of, random_model, reference_logprobs, request
 from rollmill.generator.engines.embedded.linears import choose_kernels
 from rollmill.types import GenerateRequest, SamplingParams, StopReason, Turn, Wave
 
@@ -255,3 +255,13 @@ def test_a_full_batch_is_not_held(tmp_path):
     for name in "ab":
         engine.submit(request(name, prompt_of(5)))
     assert engine.core.has_work()
+
+
+async def test_a_lone_request_is_answered_once_the_hold_is_over(tmp_path):
+    engine = embedded(tmp_path, MODEL, max_wait_ms=20.0)
+    try:
+        turn = await engine.generate(request("lone", prompt_of(5), max_new_tokens=2))
+        assert turn.timings.queued_s >= 0.02
+        assert_exact(turn)
+    finally:
+        await engine.close()
