@@ -112,6 +112,32 @@ def test_argv_must_be_a_list(rig):
     rig.run(body)
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"timeout_s": 0},
+        {"timeout_s": -1.0},
+        {"timeout_s": float("inf")},
+        {"timeout_s": float("nan")},
+        {"output_cap_bytes": -1},
+        {"env": {"A=B": "x"}},
+        {"env": {"": "x"}},
+        {"env": {"A": "x\0"}},
+        {"argv": ["echo", "a\0b"]},
+        {"argv": [""]},
+    ],
+)
+def test_a_call_that_nobody_can_carry_out_is_refused_and_harms_nothing(rig, wrong):
+    async def body(provider: Provider) -> None:
+        sandbox = await start(provider)
+        with pytest.raises(SandboxError):
+            await sandbox.exec(**{"argv": ["true"], **wrong})
+        assert (await sandbox.exec(["true"])).exit_code == 0
+        await sandbox.kill()
+
+    rig.run(body)
+
+
 def test_a_program_is_killed_at_its_timeout_and_the_sandbox_lives_on(rig):
     async def body(provider: Provider) -> None:
         sandbox = await start(provider)

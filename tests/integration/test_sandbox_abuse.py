@@ -6,6 +6,7 @@ it was, or ends it; at the end nothing of any of them is left on the machine.
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import os
 import time
@@ -14,7 +15,7 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 
-from rollmill.errors import IsolationError, SandboxUnsupported
+from rollmill.errors import IsolationError, SandboxExhausted, SandboxUnsupported
 from rollmill.sandboxes import ExecResult, IsolationLevel, Provider, Sandbox, SandboxSpec
 from rollmill.sandboxes.isolation import Protection
 from sandbox_builders import LIMITS, MIB, SPEC, RealRig, new_id, real_rig, start, why_no_namespaces
@@ -132,6 +133,31 @@ def test_a_fork_bomb_ends_at_the_cap_and_all_of_it_goes_with_the_sandbox(rig):
     assert error == "EAGAIN"
     assert 20 < int(count) <= LIMITS.pids
     assert seconds < 10
+
+
+def test_while_processes_are_used_up_calls_say_so_and_files_still_answer(rig):
+    code = (
+        "import os, signal\n"
+        "try:\n"
+        "    while True:\n"
+        "        if os.fork() == 0: signal.pause()\n"
+        "except OSError: open('/tmp/full', 'w'); signal.pause()"
+    )
+
+    async def body(provider: Provider) -> None:
+        sandbox = await start(provider)
+        await sandbox.start_process(["python3", "-c", code])
+        async with asyncio.timeout(30):
+            while "full" not in {one.name for one in await sandbox.list_dir("/tmp")}:  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+        with pytest.raises(SandboxExhausted):
+            await sandbox.exec(["true"])
+        await sandbox.write("/tmp/x", b"still here")
+        assert await sandbox.read("/tmp/x") == b"still here"
+        assert (await sandbox.usage()).processes >= 20
+        await sandbox.kill()
+
+    rig.run(body)
 
 
 @needs_root

@@ -134,6 +134,7 @@ def test_a_lost_zygote_is_infrastructures_fault_and_the_next_sandbox_gets_a_new_
         with pytest.raises(SandboxDead, match="the zygote is gone") as raised:
             await call
         assert raised.value.fault == "infrastructure"
+        assert sandbox.death is not None
         assert (sandbox.state, sandbox.death.reason) == (SandboxState.LOST, DeathReason.PROVIDER_LOST)
         again = await start(provider)
         assert (await again.exec(["true"])).exit_code == 0
@@ -155,6 +156,7 @@ def test_a_first_process_killed_from_outside_is_told_apart_from_an_operators_kil
                 provider.records.note_kill(sandbox.id)
             kill_outright(record)
             await until(lambda sandbox=sandbox: sandbox.death is not None)
+            assert sandbox.death is not None
             found.append((sandbox.death.reason, sandbox.death.culprit))
         return found
 

@@ -6,9 +6,11 @@ kills and provider losses are told apart in every `Death`; see `Culprit`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Protocol
 
+from rollmill.errors import SandboxError
 from rollmill.sandboxes.isolation import IsolationLevel
 from rollmill.sandboxes.records import (
     Capabilities,
@@ -26,6 +28,29 @@ from rollmill.sandboxes.records import (
 
 DEFAULT_OUTPUT_CAP_BYTES = 1024 * 1024
 DEFAULT_READ_BYTES = 64 * 1024 * 1024
+
+
+def check_call(
+    argv: Sequence[str], *, env: Mapping[str, str] | None, timeout_s: float | None, output_cap_bytes: int
+) -> None:
+    """Refuse a call that no backend can carry out, before anything is sent.
+
+    Raises:
+        SandboxError: with what is wrong.
+    """
+    if isinstance(argv, str) or not argv:
+        raise SandboxError(f"argv must be a list with the program first, got {argv!r}; for a shell: ['sh', '-c', line]")
+    if any("\0" in one for one in argv) or not argv[0]:
+        raise SandboxError(
+            f"the program's name is empty or an argument holds a NUL, which no program can be given: {argv!r}"
+        )
+    for name, value in (env or {}).items():
+        if not name or "=" in name or "\0" in name + value:
+            raise SandboxError(f"{name!r} cannot be set in an environment: an empty name, a '=' in it, or a NUL")
+    if timeout_s is not None and not 0 < timeout_s < math.inf:
+        raise SandboxError(f"timeout_s is {timeout_s}; it must be above 0 and finite, or None for the limit's")
+    if output_cap_bytes < 0:
+        raise SandboxError(f"output_cap_bytes is {output_cap_bytes}; it must not be below 0")
 
 
 class Process(Protocol):

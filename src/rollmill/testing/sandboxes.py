@@ -26,7 +26,7 @@ from rollmill.errors import (
 from rollmill.sandboxes.disk_records import check_id
 from rollmill.sandboxes.isolation import IsolationLevel, Protection, level_of, require
 from rollmill.sandboxes.lifecycle import dead_error, death
-from rollmill.sandboxes.protocol import DEFAULT_OUTPUT_CAP_BYTES, DEFAULT_READ_BYTES
+from rollmill.sandboxes.protocol import DEFAULT_OUTPUT_CAP_BYTES, DEFAULT_READ_BYTES, check_call
 from rollmill.sandboxes.records import (
     Capabilities,
     Death,
@@ -323,8 +323,7 @@ class FakeSandbox:
     ) -> FakeProcess:
         await self._provider.faults.reach("exec")
         self._check()
-        if isinstance(argv, str) or not argv:
-            raise SandboxError(f"argv must be a list with the program first, got {argv!r}")
+        check_call(argv, env=env, timeout_s=timeout_s, output_cap_bytes=cap_bytes)
         if user not in (None, "root"):
             raise SandboxUnsupported(f"a fake sandbox has one user, root, not {user!r}", capability="users")
         if len(self._running) >= self.spec.limits.pids:

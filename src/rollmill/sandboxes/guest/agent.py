@@ -195,7 +195,7 @@ class Agent:
                 cpu_s=self._limits["cpu_s"],
                 memory_bytes=self._limits["process_memory_bytes"],
             )
-        except OSError:
+        except BaseException:
             job.close()
             raise
         finally:
@@ -217,7 +217,7 @@ class Agent:
             except ConnectionError:  # ended since its last use, and not noticed yet
                 self._on_warm(_warm_key(user, env))
                 self._warm_python(user, env).run(job, code=code, stdio=stdio, env=env, cwd=cwd, argv=head["argv"])
-        except OSError:
+        except BaseException:
             job.close()
             raise
         finally:

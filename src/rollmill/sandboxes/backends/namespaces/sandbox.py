@@ -16,7 +16,7 @@ from rollmill.sandboxes.guest.cgroups import Groups
 from rollmill.sandboxes.guest.frames import CHUNK_BYTES
 from rollmill.sandboxes.isolation import IsolationLevel, known, level_of
 from rollmill.sandboxes.lifecycle import dead_error
-from rollmill.sandboxes.protocol import DEFAULT_OUTPUT_CAP_BYTES, DEFAULT_READ_BYTES
+from rollmill.sandboxes.protocol import DEFAULT_OUTPUT_CAP_BYTES, DEFAULT_READ_BYTES, check_call
 from rollmill.sandboxes.records import (
     Death,
     DeathReason,
@@ -321,10 +321,7 @@ class NamespaceSandbox:
         timeout_s: float | None,
         cap: int,
     ) -> dict[str, Any]:
-        if isinstance(argv, str) or not argv:
-            raise SandboxError(
-                f"argv must be a list with the program first, got {argv!r}; for a shell: ['sh', '-c', line]"
-            )
+        check_call(argv, env=env, timeout_s=timeout_s, output_cap_bytes=cap)
         return {
             "op": op,
             "argv": list(argv),
