@@ -7,6 +7,7 @@ import contextlib
 import itertools
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -22,6 +23,7 @@ import pytest
 from google.protobuf.descriptor_pool import DescriptorPool
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
+from router_replica import Digests
 
 from generator_builders import request
 from rollmill.clock import SystemClock
@@ -29,13 +31,16 @@ from rollmill.config.router import RouterSettings
 from rollmill.errors import DataError, EngineDead, NotServing, Unauthenticated, WeightError
 from rollmill.generator.client import GeneratorClient
 from rollmill.generator.engines.fake import FakeEngine
+from rollmill.generator.main import serve
 from rollmill.generator.proto import policy_inference_pb2 as pb
 from rollmill.generator.proto import policy_inference_pb2_grpc as pb_grpc
+from rollmill.generator.proto import rl_inference_pb2 as rl_pb
+from rollmill.generator.proto import rl_inference_pb2_grpc as rl_pb_grpc
 from rollmill.generator.router.main import RouterAddresses, serve_router
 from rollmill.generator.router.membership import Entry, FileList, FixedList, Source
 from rollmill.generator.router.service import RouterService
-from rollmill.generator.router.upstream import GrpcUpstream
-from rollmill.generator.security import Access
+from rollmill.generator.router.upstream import Connect, GrpcUpstream
+from rollmill.generator.security import Access, TlsFiles
 from rollmill.runtime.threads import process_environment
 from rollmill.types import StopReason, Turn
 
@@ -134,7 +139,12 @@ def states(status: pb.StatusReply) -> list[str]:
 
 @contextlib.asynccontextmanager
 async def routing(
-    source: Source | list[str], *, access: Access | None = None, token: str | None = None, **settings: Any
+    source: Source | list[str],
+    *,
+    access: Access | None = None,
+    token: str | None = None,
+    connect: Connect = GrpcUpstream,
+    **settings: Any,
 ) -> AsyncIterator[Router]:
     stop, started = asyncio.Event(), asyncio.get_running_loop().create_future()
     if isinstance(source, list):
@@ -142,7 +152,7 @@ async def routing(
     service = RouterService(
         RouterSettings.model_validate({"poll_s": 0.1, "list_s": 0.1, **settings}),
         source=source,
-        connect=GrpcUpstream,
+        connect=connect,
         clock=SystemClock(),
     )
 
@@ -370,6 +380,60 @@ async def test_health_follows_the_fleet_and_reflection_describes_the_service(rep
         replicas.kill(address)
         await router.until_serving(0)
         assert (await stub.Check(asked, timeout=5)).status == health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+async def test_the_minimal_published_interface_is_answered_too(two):
+    async with routing(two) as router, grpc.aio.insecure_channel(router.address) as channel:
+        await router.until_serving(2)
+        stub = rl_pb_grpc.PolicyInferenceStub(channel)
+        reply = await stub.Generate(
+            rl_pb.GenerateRequest(request_id="r", prompt_ids=[1, 2, 3], max_new_tokens=6), timeout=20
+        )
+        assert (reply.request_id, len(reply.output_ids), reply.num_generated_tokens) == ("r", 6, 6)
+        with pytest.raises(grpc.aio.AioRpcError) as found:
+            await stub.Generate(rl_pb.GenerateRequest(request_id="s", prompt_ids=[-1], max_new_tokens=6), timeout=20)
+    assert found.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_replicas_with_tls_and_a_token_are_reached(tmp_path):
+    openssl = shutil.which("openssl")
+    if openssl is None:
+        pytest.skip("openssl is not installed")
+    names = ("-subj", "/CN=replica", "-addext", "subjectAltName=IP:127.0.0.1")
+    key = ("-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-keyout", "replica.key")
+    await asyncio.to_thread(
+        subprocess.run,
+        [openssl, "req", *key, "-out", "replica.pem", *names],
+        cwd=tmp_path,
+        check=True,
+        stderr=subprocess.DEVNULL,
+    )
+    certificate, token, stop = tmp_path / "replica.pem", "sesame-open-sesame", asyncio.Event()
+    served: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+    async with asyncio.TaskGroup() as tasks:
+        replica = serve(
+            engine=FakeEngine(clock=SystemClock(), digest="fake-1"),
+            repository=Digests(),  # pyright: ignore[reportArgumentType]
+            kv_policy="keep",
+            access=Access(token=token, tls=TlsFiles(cert=certificate, key=tmp_path / "replica.key")),
+            stop=stop,
+            load_deadline_s=5.0,
+            drain_s=0.0,
+            on_serving=lambda addresses: served.set_result(addresses.grpc),
+        )
+        tasks.create_task(replica)
+        address = await served
+
+        def connect(address: str) -> GrpcUpstream:
+            return GrpcUpstream(address, token=token, tls=TlsFiles(ca=certificate))
+
+        async with routing([address], connect=connect) as router:
+            await router.until_serving(1)
+            assert len((await router.client.generate(request("r", [1, 2, 3]))).output_ids) == 8
+        async with routing([address]) as router:
+            await router.until(lambda status: status.replicas[:1] != [] and status.replicas[0].reason != "")
+            assert "serving" not in states(router.service.status_message())
+        stop.set()
 
 
 async def test_thousands_of_calls_that_come_at_once_are_all_answered():

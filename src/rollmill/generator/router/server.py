@@ -25,11 +25,12 @@ from grpc_reflection.v1alpha import reflection
 from rollmill.errors import DataError, RollmillError
 from rollmill.generator.interceptors import TokenInterceptor, abort_with
 from rollmill.generator.proto import policy_inference_pb2 as pb
+from rollmill.generator.proto import rl_inference_pb2_grpc as rl_pb_grpc
 from rollmill.generator.router.fleet import ReplicaLoad, joined_report
 from rollmill.generator.router.service import RouterService
 from rollmill.generator.router.writer import StreamWriter
 from rollmill.generator.security import Access
-from rollmill.generator.server import SERVICE_NAME, server_options
+from rollmill.generator.server import MINIMAL_SERVICE_NAME, SERVICE_NAME, MinimalServicer, server_options
 from rollmill.generator.state import ReplicaState
 from rollmill.generator.wire import report_to_message
 
@@ -168,7 +169,7 @@ def _load_message(load: ReplicaLoad) -> pb.ReplicaLoad:
 def new_router_server(
     service: RouterService, *, tasks: asyncio.TaskGroup, access: Access | None = None
 ) -> tuple[grpc.aio.Server, RouterServicer]:
-    """Return a server with the inference service, health and reflection, not yet bound, and who answers its calls.
+    """Return a server with both inference services, health and reflection, not yet bound, and who answers its calls.
 
     Args:
         service: what is served.
@@ -181,6 +182,10 @@ def new_router_server(
     )
     servicer = RouterServicer(service, tasks=tasks)
     server.add_generic_rpc_handlers((servicer.handlers(),))
+    # It asks no more of a service than what both kinds have.
+    minimal = MinimalServicer(service)  # pyright: ignore[reportArgumentType]
+    rl_pb_grpc.add_PolicyInferenceServicer_to_server(minimal, server)
     health_pb2_grpc.add_HealthServicer_to_server(servicer.health, server)
-    reflection.enable_server_reflection((SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
+    names = (SERVICE_NAME, MINIMAL_SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME)
+    reflection.enable_server_reflection(names, server)
     return server, servicer

@@ -165,7 +165,12 @@ class RouterService:
     ) -> list[Turn]:
         """Return one turn for each sibling; see `InferenceService.generate`."""
         check_limits(request, siblings=siblings, limits=self.limits)
-        data = request_to_message(request, siblings=siblings).SerializeToString()
+        try:
+            data = request_to_message(request, siblings=siblings).SerializeToString()
+        except ValueError as error:  # a number that the message has no room for
+            raise DataError(
+                f"request {request.request_id} is refused: {error}. Token ids, seed and counts are 0 or more"
+            ) from error
         if listener is None:
             reply = pb.GenerateReply.FromString(await self.forwarder.generate(data))
             return turns_from_message(reply, prompt_ids=request.prompt_ids, siblings=siblings)
