@@ -81,6 +81,7 @@ class FakeVllm:
         self._dead = ""
         self._pause: str | None = None
         self._updating = False
+        self._held: str | None = None
         self._requests: dict[str, _Request] = {}
         self._kv: dict[tuple[str, tuple[int, ...]], str] = {}
         self._totals = {"generation_tokens": 0, "prompt_tokens": 0, "prompt_tokens_cached": 0}
@@ -98,6 +99,10 @@ class FakeVllm:
     def allow(self, steps: float) -> None:
         """Let it make this many steps from now on."""
         self._command(lambda: setattr(self, "_allowed", steps))
+
+    def hold(self, path: str | None) -> None:
+        """Let calls to a path wait, until another (or none) is held."""
+        self._command(lambda: setattr(self, "_held", path))
 
     def die(self, why: str, *, half: bool = False) -> None:
         """End: the whole process, or (half) its engine, while the HTTP part lives on and answers no request."""
@@ -162,6 +167,8 @@ class FakeVllm:
         self._up.set()
         await self._finish.wait()
         steps.cancel()
+        self._held = None
+        self._note()
         self._server.close()
         for name in list(self._requests):
             self._abort(name)
@@ -239,6 +246,8 @@ class FakeVllm:
         if path in self.hang:
             await self._finish.wait()
             return
+        while path == self._held:
+            await self._changed.wait()
         if path in self.fail:
             _send(writer, self.fail.pop(path), {"error": {"message": f"told to refuse {path}"}})
         elif path == "/health":

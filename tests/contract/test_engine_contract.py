@@ -374,6 +374,20 @@ async def test_a_new_request_with_an_old_prompt_gets_the_new_policy(subject):
     np.testing.assert_allclose(turn.behavior_logprobs, subject.expected(turn, SamplingParams(), version=2), atol=1e-4)
 
 
+async def test_while_weights_load_the_engine_is_sound_and_what_comes_waits_for_the_new_version(subject):
+    await subject.engine.pause("keep")
+    loading = asyncio.ensure_future(update(subject))
+    await asyncio.sleep(0)
+    late = asyncio.ensure_future(subject.engine.generate(request("late", prompt_of(5))))
+    sound = subject.engine.healthy()
+    while not loading.done():
+        sound = sound and subject.engine.healthy()
+        await asyncio.sleep(0)
+    assert (sound, late.done()) == (True, False)
+    await subject.engine.resume()
+    assert {span.policy_version for span in (await late).version_spans} == {2}
+
+
 async def test_abort_of_a1_leaves_a10_alone(subject):
     a1 = asyncio.ensure_future(subject.engine.generate(request("a1", prompt_of(5), max_new_tokens=LONG)))
     a10 = await subject.running(request("a10", prompt_of(5), max_new_tokens=LONG))

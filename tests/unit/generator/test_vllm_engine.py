@@ -93,6 +93,7 @@ async def world(tmp_path) -> AsyncIterator[World]:
     made = World(tmp_path)
     yield made
     made.server.hang.clear()
+    made.server.hold(None)
     made.server.allow(math.inf)
     await made.engine.close()
 
@@ -237,6 +238,22 @@ async def test_an_error_reply_to_the_last_phase_is_not_taken_for_no_change(world
     with pytest.raises(EngineError, match="version 2 failed"):
         await world.update()
     assert not world.engine.healthy()
+
+
+async def test_while_an_update_runs_the_engine_is_sound_and_what_comes_waits(world):
+    await world.engine.pause("keep")
+    world.server.hold("/update_weights")
+    loading = asyncio.ensure_future(world.update())
+    await world.until(lambda: "POST /update_weights" in world.server.seen)
+    assert world.engine.healthy()
+    late = asyncio.ensure_future(world.engine.generate(asked("late")))
+    await asyncio.sleep(0)
+    assert not late.done()
+    world.server.hold(None)
+    assert (await loading).changed
+    world.server.allow(math.inf)
+    await world.engine.resume()
+    assert world.spans(await late) == [(0, 8, 2)]
 
 
 async def test_a_cancelled_update_leaves_the_engine_dirty(world):

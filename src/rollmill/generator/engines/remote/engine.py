@@ -484,25 +484,26 @@ class RemoteEngine:
     async def _load(self, tensors: Mapping[str, torch.Tensor], *, policy_version: int, kv: KvPolicy) -> None:
         """Have the server load weights; whatever goes wrong once it was asked leaves the engine dirty."""
         file = await asyncio.to_thread(self._spool.write, tensors, policy_version=policy_version)
-        before = self._dirty_reason, self._unproven
+        unproven_before = self._unproven
         self._loading = True
         self._note_change()
         try:
             if kv == "keep":
                 await self._take_back_unstarted()
-            # Until the end is reached nobody can say which weights the server has.
-            self._dirty_reason = f"its load of policy version {policy_version} was cut short"
             self._unproven = policy_version
             await self._port.load_weights(file, policy_version=policy_version, kv=kv)
         except EngineDead:
             raise
         except WeightError:
-            self._dirty_reason, self._unproven = before
+            self._unproven = unproven_before
             raise
         except RollmillError as error:
             self._dirty_reason = f"its load of policy version {policy_version} failed: {error}"
             await self._end_all()
             raise EngineError(f"{self._dirty_reason}. Nothing is sampled until a version loads") from error
+        except BaseException:  # cancelled: nobody can say which weights the server has
+            self._dirty_reason = f"its load of policy version {policy_version} was cut short"
+            raise
         finally:
             self._loading = False
             self._note_change()
