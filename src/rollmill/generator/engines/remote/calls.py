@@ -123,10 +123,8 @@ class Calls:
     @contextlib.asynccontextmanager
     async def _watched(self, what: str, *, deadline_s: float) -> AsyncIterator[None]:
         self.raise_if_dead()
-        scope = asyncio.timeout(None if deadline_s == math.inf else deadline_s)
-        self._scopes.add(scope)
         try:
-            async with scope:
+            async with self._scope(deadline_s):
                 yield
         except TimeoutError as error:
             self.raise_if_dead()
@@ -141,5 +139,14 @@ class Calls:
                     await self._died.wait()
             self.raise_if_dead()
             raise EngineError(f"the connection to the {self._product} server was lost at {what}: {error!r}") from error
-        finally:
-            self._scopes.discard(scope)
+
+    @contextlib.asynccontextmanager
+    async def _scope(self, deadline_s: float) -> AsyncIterator[None]:
+        """Run out of time at the deadline, or when the server dies."""
+        scope = asyncio.timeout(None if deadline_s == math.inf else deadline_s)
+        async with scope:
+            self._scopes.add(scope)
+            try:
+                yield
+            finally:  # while it can still be rescheduled
+                self._scopes.discard(scope)

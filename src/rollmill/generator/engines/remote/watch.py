@@ -18,6 +18,9 @@ from typing import Protocol
 
 from rollmill.errors import EngineDead
 
+_END_S = 0.2
+"""How long a server whose connection was lost may take to end, before it counts as one that does not answer."""
+
 
 class Watched(Protocol):
     """A process as its watch sees it."""
@@ -105,5 +108,11 @@ class ServerWatch:
         try:
             self._probe()
         except EngineDead as error:
-            return error
+            # A connection is lost a little before the kernel tells of the end, which says more.
+            return EngineDead(self._server.last_words()) if self._ends_within(_END_S) else error
         return None
+
+    def _ends_within(self, seconds: float) -> bool:
+        ended = select.poll()
+        ended.register(self._server.ends, select.POLLIN)
+        return bool(ended.poll(seconds * 1000)) and self._server.exit_code is not None
