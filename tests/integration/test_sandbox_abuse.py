@@ -154,7 +154,7 @@ def test_while_processes_are_used_up_calls_say_so_and_files_still_answer(rig):
             await sandbox.exec(["true"])
         await sandbox.write("/tmp/x", b"still here")
         assert await sandbox.read("/tmp/x") == b"still here"
-        assert (await sandbox.usage()).processes >= 20
+        assert ((await sandbox.usage()).processes or 0) >= 20
         await sandbox.kill()
 
     rig.run(body)

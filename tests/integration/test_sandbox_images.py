@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -190,3 +191,38 @@ def test_a_cancelled_start_leaves_nothing(rig):
                 await asyncio.sleep(0.01)
 
     rig.run(body)
+
+
+ON_AN_OVERLAY = """
+import asyncio, ctypes, sys
+from pathlib import Path
+from rollmill.sandboxes import Lease, NamespaceProvider, NamespaceSettings, SandboxSpec
+libc, (base,) = ctypes.CDLL(None, use_errno=True), sys.argv[1:]
+NEWNS, PRIVATE = 0x20000, 16384 | 1 << 18
+options = f"lowerdir=/usr,upperdir={base}/up,workdir={base}/work".encode()
+if libc.unshare(NEWNS) or libc.mount(b"none", b"/", None, PRIVATE, None):
+    sys.exit("no mount namespace")
+if libc.mount(b"tmpfs", base.encode(), b"tmpfs", 0, None):
+    sys.exit("no tmpfs")
+for name in ("up", "work", "records"):
+    Path(base, name).mkdir()
+if libc.mount(b"overlay", b"/usr", b"overlay", 0, options):
+    sys.exit("no overlay")
+async def main():
+    async with NamespaceProvider(NamespaceSettings(directory=Path(base, "records"))) as provider:
+        sandbox = await provider.create(SandboxSpec(), id="a", lease=Lease(owner="test"))
+        done = await sandbox.exec(["sh", "-c", "id -u; stat -c %u /usr/bin; touch /usr/bin/new || echo refused"])
+        print(done.stdout.decode().split(), "owners_not_mapped" in sandbox.protections, sandbox.isolation.name)
+asyncio.run(main())
+"""
+
+
+@pytest.mark.skipif(not AS_ROOT, reason="only root maps owners")
+def test_where_owners_cannot_be_mapped_as_in_many_containers_files_are_readable_and_that_is_reported(rig, tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-c", ON_AN_OVERLAY, str(tmp_path)], capture_output=True, text=True, timeout=60, check=False
+    )
+    if done.stderr.startswith("no "):
+        pytest.skip(done.stderr)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("['0', '65534', 'refused'] True ")

@@ -11,6 +11,7 @@ import platform
 from rollmill.errors import RollmillError
 from rollmill.sandboxes.backends.namespaces import NamespaceProvider, NamespaceSettings
 from rollmill.sandboxes.backends.namespaces.settings import IDS_PER_SANDBOX
+from rollmill.sandboxes.guest.setup import OWNERS_NOT_MAPPED
 from rollmill.sandboxes.isolation import WORDS, IsolationLevel, Protection, known, level_of
 from rollmill.sandboxes.records import Lease, Record, SandboxSpec
 
@@ -56,7 +57,7 @@ class Diagnosis(Record, frozen=True, kw_only=True):
 async def diagnose(settings: NamespaceSettings) -> Diagnosis:
     """Make a sandbox and look at it."""
     protections: frozenset[Protection] = frozenset()
-    problem = ""
+    problem, words = "", ()
     asked = NamespaceSettings(
         directory=settings.directory,
         minimum_isolation=IsolationLevel.NONE,
@@ -68,7 +69,8 @@ async def diagnose(settings: NamespaceSettings) -> Diagnosis:
         async with NamespaceProvider(asked) as provider:
             lease = Lease(owner="doctor", ttl_s=60.0)
             sandbox = await provider.create(SandboxSpec(), id=f"doctor-{os.getpid()}", lease=lease)
-            protections = known(sandbox.protections)
+            words = sandbox.protections
+            protections = known(words)
             result = await sandbox.exec(["true"], timeout_s=30.0)
             if result.exit_code != 0:
                 problem = f"`true` ended with {result.exit_code}: {result.stderr.decode('utf-8', 'replace').strip()}"
@@ -84,11 +86,11 @@ async def diagnose(settings: NamespaceSettings) -> Diagnosis:
             for one in Protection
             if one not in _NOT_OF_THIS_BACKEND
         ),
-        notes=_notes(settings),
+        notes=_notes(settings, words),
     )
 
 
-def _notes(settings: NamespaceSettings) -> tuple[str, ...]:
+def _notes(settings: NamespaceSettings, words: tuple[str, ...]) -> tuple[str, ...]:
     notes = [
         f"Linux {platform.release()} on {platform.machine()}.",
         "Namespaces share the host's kernel: they do not hold against a fault in it.",
@@ -102,5 +104,9 @@ def _notes(settings: NamespaceSettings) -> tuple[str, ...]:
         last = settings.id_base + settings.id_ranges * IDS_PER_SANDBOX - 1
         notes.append(
             f"As root: users inside are {settings.id_base} to {last} on the host; these must own nothing there."
+        )
+    if OWNERS_NOT_MAPPED in words:
+        notes.append(
+            "The file system of the host's directories cannot map owners: inside, their files cannot be changed."
         )
     return tuple(notes)

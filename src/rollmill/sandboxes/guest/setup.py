@@ -21,7 +21,8 @@ from rollmill.sandboxes.guest.frames import encode
 
 _SIOCGIFFLAGS, _SIOCSIFFLAGS, _IFF_UP = 0x8913, 0x8914, 1
 _SETTLED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD)
-GO = b"go"
+GO, GO_UNMAPPED = b"go", b"go unmapped"
+OWNERS_NOT_MAPPED = "owners_not_mapped"
 
 
 class _Step:
@@ -113,8 +114,10 @@ def _wait_for_gate(plan: dict[str, Any], gate: socket.socket, agent: socket.sock
     kernel.close_all_except((0, 1, 2, gate.fileno(), agent.fileno()))
     expected = plan["entrances"] + len(plan["trees"])
     message, descriptors, _, _ = socket.recv_fds(gate, 16, expected + 1)
-    if message != GO or len(descriptors) != expected:
+    if message not in (GO, GO_UNMAPPED) or len(descriptors) != expected:
         raise OSError(errno.EPIPE, "the zygote ended before this sandbox was set up")
+    if message == GO_UNMAPPED:
+        plan["held"].append(OWNERS_NOT_MAPPED)
     for entrance in descriptors[: plan["entrances"]]:
         os.write(entrance, b"0")  # this process
         os.close(entrance)

@@ -12,6 +12,7 @@ process descriptor rather than by the end of a stream that somebody else may hol
 
 from __future__ import annotations
 
+import errno
 import gc
 import json
 import os
@@ -25,7 +26,7 @@ from typing import Any, NamedTuple
 
 from rollmill.sandboxes.guest import kernel, root
 from rollmill.sandboxes.guest.cgroups import MEMORY, Caps, Groups
-from rollmill.sandboxes.guest.setup import GO, become_sandbox
+from rollmill.sandboxes.guest.setup import GO, GO_UNMAPPED, become_sandbox
 
 _MOST_ORDER_BYTES = 256 * 1024
 _RETRY_MS = 50
@@ -153,8 +154,9 @@ class Zygote:
         child = Child(order["id"], pid, descriptor, groups, order["record"], ours)
         try:
             _map_ids(pid, base=order["id_base"])
-            entrances += _open_trees(plan, pid)
-            socket.send_fds(ours, [GO], entrances)
+            trees, mapped = _open_trees(plan, pid)
+            entrances += trees
+            socket.send_fds(ours, [GO if mapped else GO_UNMAPPED], entrances)
         except OSError:
             signal.pidfd_send_signal(child.descriptor, signal.SIGKILL)
             os.waitpid(pid, 0)
@@ -225,23 +227,38 @@ def _map_ids(pid: int, *, base: int | None) -> None:
             stream.write(f"0 {own} 1" if base is None else f"0 {base} 65536")
 
 
-def _open_trees(plan: dict[str, Any], pid: int) -> list[int]:
-    """Open the host's directories for a sandbox; those below an overlay show their owners as the sandbox's."""
+def _open_trees(plan: dict[str, Any], pid: int) -> tuple[list[int], bool]:
+    """Open the host's directories for a sandbox; those below an overlay show their owners as the sandbox's.
+
+    Some file systems cannot map owners, overlays among them, on which containers have their root. Then the files of the
+    image belong to nobody inside: what everybody may read can be read, and nothing is changed. The agent reports it.
+    """
     trees: list[int] = []
+    all_mapped = True
     namespace = os.open(f"/proc/{pid}/ns/user", os.O_RDONLY | os.O_CLOEXEC)
     try:
         for path in plan["trees"]:
             mapped = path in plan["mapped"]
             trees.append(kernel.open_tree(path, recursive=not mapped))
             if mapped:
-                kernel.map_owners(trees[-1], user_namespace=namespace)
+                all_mapped = _map_owners(trees[-1], namespace) and all_mapped
     except OSError:
         for one in trees:
             os.close(one)
         raise
     finally:
         os.close(namespace)
-    return trees
+    return trees, all_mapped
+
+
+def _map_owners(tree: int, namespace: int) -> bool:
+    try:
+        kernel.map_owners(tree, user_namespace=namespace)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS):
+            raise
+        return False
+    return True
 
 
 def main() -> None:
