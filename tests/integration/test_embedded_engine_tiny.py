@@ -12,8 +12,8 @@ from rollmill.generator.engines.embedded.native import KernelsUnavailable, load_
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(400)]
 
-# A block of 16 tokens of tiny-llama takes 2 x 2 layers x 2 heads x 16 x 16 x 4 bytes. 192 tokens are 12 blocks: so many are
-# for a score, and 14 for all sequences.
+# A block of 16 tokens of tiny-llama takes 2 x 2 layers x 2 heads x 16 x 16 x 4 bytes. 192 tokens are 12 blocks: so many
+# are for a score, and 14 for all sequences.
 BLOCK_BYTES = 8192
 SETTINGS = {
     "generator.quantization": "int8",
