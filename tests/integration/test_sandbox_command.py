@@ -7,6 +7,8 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -95,14 +97,18 @@ async def _in_thread(*arguments: str, directory: Path) -> subprocess.CompletedPr
     return await asyncio.to_thread(command, *arguments, directory=directory)
 
 
+@pytest.fixture
+def plain_directory() -> Iterator[str]:
+    """A directory of the plain user's; pytest closes its own to others whenever a session starts."""
+    with tempfile.TemporaryDirectory() as name:
+        os.chown(name, PLAIN_USER, PLAIN_USER)
+        yield name
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0, reason="this whole suite runs as a plain user already")
 @pytest.mark.parametrize("suite", ["contract/test_sandbox_contract.py", "integration/test_sandbox_abuse.py"])
-def test_the_suites_pass_as_a_plain_user(suite, tmp_path_factory):
-    base = tmp_path_factory.mktemp("plain")
-    base.chmod(0o777)
-    for one in base.parents[:2]:
-        one.chmod(0o755)
+def test_the_suites_pass_as_a_plain_user(suite, plain_directory):
     version = subprocess.run([SOMEBODY_ELSES_PYTHON, "-V"], capture_output=True, text=True, check=False).stdout
     if not version.startswith(f"Python {sys.version_info.major}.{sys.version_info.minor}."):
         pytest.skip(f"a plain user has {version!r} at {SOMEBODY_ELSES_PYTHON}, which cannot load these packages")
@@ -111,7 +117,12 @@ def test_the_suites_pass_as_a_plain_user(suite, tmp_path_factory):
     )
     done = subprocess.run(
         [SOMEBODY_ELSES_PYTHON, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "not fake", TESTS / suite],
-        env={"PATH": "/usr/bin:/bin", "PYTHONPATH": packages, "PYTHONDONTWRITEBYTECODE": "1", "TMPDIR": str(base)},
+        env={
+            "PATH": "/usr/bin:/bin",
+            "PYTHONPATH": packages,
+            "PYTHONDONTWRITEBYTECODE": "1",
+            "TMPDIR": plain_directory,
+        },
         user=PLAIN_USER,
         group=PLAIN_USER,
         extra_groups=[],

@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
-from rollmill.errors import SandboxDead
+from rollmill.errors import SandboxDead, SandboxError
 from rollmill.sandboxes import Culprit, DeathReason, SandboxState
 from rollmill.sandboxes.disk_records import DiskRecords, ProcessMark, is_alive
 from rollmill.sandboxes.guest.cgroups import PARENT_NAME, discover
@@ -181,6 +181,38 @@ def test_closing_a_provider_ends_what_lives_and_leaves_nothing(tmp_path):
     assert not any(map(is_alive, marks))
     assert list((tmp_path / "records").iterdir()) == []
     assert groups_of(os.getpid()) == []
+
+
+def test_a_record_that_cannot_be_removed_keeps_nobody_waiting(tmp_path, caplog):
+    async def body(provider: Any) -> None:
+        sandbox = await start(provider)
+        remove, provider.records.remove = provider.records.remove, _fail
+        try:
+            assert (await sandbox.kill()).reason is DeathReason.RELEASED
+        finally:
+            provider.records.remove = remove
+        assert [one.sandbox_id for one in provider.records.read_all()] == [sandbox.id]
+        remove(sandbox.id)
+
+    with real_rig(tmp_path / "records") as rig:
+        rig.run(body)
+    assert "the disk is gone" in caplog.text
+
+
+def test_without_a_record_nothing_is_started(tmp_path):
+    async def body(provider: Any) -> None:
+        provider.records.directory.rmdir()
+        with pytest.raises(SandboxError, match="nothing is started that could not be cleaned up"):
+            await start(provider)
+        assert await provider.list() == ()
+        provider.records.directory.mkdir()
+
+    with real_rig(tmp_path / "records") as rig:
+        rig.run(body)
+
+
+def _fail(_: str) -> None:
+    raise OSError("the disk is gone")
 
 
 @pytest.mark.slow

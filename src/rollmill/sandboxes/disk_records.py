@@ -130,7 +130,11 @@ class DiskRecords:
         return self.directory / f"{check_id(sandbox_id)}.json"
 
     def write(self, record: DiskRecord) -> None:
-        """Write a record whole or not at all."""
+        """Write a record whole or not at all.
+
+        Raises:
+            OSError: if the directory is full, gone or closed.
+        """
         path = self.path(record.sandbox_id)
         scratch = path.with_suffix(f".tmp{os.getpid()}")
         scratch.write_bytes(msgspec.json.encode(record))

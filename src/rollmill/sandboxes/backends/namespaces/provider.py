@@ -260,7 +260,13 @@ class NamespaceProvider:
             labels=dict(labels),
             created_wall_s=time.time(),
         )
-        self.records.write(record)
+        try:
+            self.records.write(record)
+        except OSError as error:
+            raise SandboxError(
+                f"the record of sandbox {sandbox_id} cannot be written ({error}), and nothing is started that could not be "
+                f"cleaned up. Make room in {self.records.directory}, or name another directory."
+            ) from error
         sandbox = NamespaceSandbox(
             sandbox_id,
             spec=spec,
@@ -376,7 +382,11 @@ class NamespaceProvider:
     def _note_first_process(self, sandbox: NamespaceSandbox, pid: int) -> None:
         if (mark := mark_of(pid)) is not None:
             sandbox.record = msgspec.structs.replace(sandbox.record, first_process=mark)
-            self.records.write(sandbox.record)
+            try:
+                self.records.write(sandbox.record)
+            except OSError as error:
+                # Without a record nobody could clean up after this process, so it must not go on.
+                sandbox.distrust(f"its record cannot be written: {error}", DeathReason.START_FAILED)
 
     def _on_gone(self, sandbox: NamespaceSandbox, report: dict[str, Any]) -> None:
         end = explain_end(
@@ -403,11 +413,13 @@ class NamespaceProvider:
         if sandbox.death is not None:
             return
         self._alive.pop(sandbox.id, None)
-        self.records.remove(sandbox.id)
-        sandbox.ended(death(reason, detail=detail))
-        self._ends[sandbox.id] = sandbox.status()
-        while len(self._ends) > _REMEMBERED_ENDS:
-            self._ends.popitem(last=False)
+        try:
+            self.records.remove(sandbox.id)  # if this fails the loop reports it, and a later sweep tries again
+        finally:
+            sandbox.ended(death(reason, detail=detail))
+            self._ends[sandbox.id] = sandbox.status()
+            while len(self._ends) > _REMEMBERED_ENDS:
+                self._ends.popitem(last=False)
 
     def _on_lost(self, cause: str) -> None:
         """With the zygote the kernel has killed every sandbox; what stays are groups, removed beside the loop."""

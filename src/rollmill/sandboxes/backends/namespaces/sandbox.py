@@ -121,7 +121,7 @@ class NamespaceSandbox:
         self.ordered: DeathReason | None = None
         self.protections: tuple[str, ...] = ()
         self.complaint = ""
-        self.channel = AgentChannel(on_nonsense=self._distrust)
+        self.channel = AgentChannel(on_nonsense=self.distrust)
         self.gone: asyncio.Future[Death] = self._loop.create_future()
         self._lease_timer = self._loop.call_later(lease.ttl_s, self._lease_expired)
         self._wall_timer = self._loop.call_later(spec.limits.wall_s, self.order_end, DeathReason.POLICY_WALL)
@@ -171,10 +171,10 @@ class NamespaceSandbox:
         if self._state is SandboxState.STARTING:
             self._state = SandboxState.READY
 
-    def _distrust(self, complaint: str) -> None:
-        """Give an agent up that broke the protocol, or failed."""
+    def distrust(self, complaint: str, reason: DeathReason = DeathReason.EXITED) -> None:
+        """Give it up for what its agent did, or for what could not be done around it."""
         self.complaint = complaint
-        self.order_end(DeathReason.EXITED)
+        self.order_end(reason)
 
     def _lease_expired(self) -> None:
         self.order_end(DeathReason.LEASE_EXPIRED)
