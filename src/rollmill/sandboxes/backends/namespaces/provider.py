@@ -264,8 +264,8 @@ class NamespaceProvider:
             self.records.write(record)
         except OSError as error:
             raise SandboxError(
-                f"the record of sandbox {sandbox_id} cannot be written ({error}), and nothing is started that could not "
-                f"be cleaned up. Make room in {self.records.directory}, or name another directory."
+                f"the record of sandbox {sandbox_id} cannot be written ({error}), and nothing is started that could "
+                f"not be cleaned up. Make room in {self.records.directory}, or name another directory."
             ) from error
         sandbox = NamespaceSandbox(
             sandbox_id,
