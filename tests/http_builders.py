@@ -15,7 +15,7 @@ from rollmill.config.schema import LimitSettings
 from rollmill.generator.engines.fake import FakeEngine
 from rollmill.generator.http import serve_http
 from rollmill.generator.http.app import HttpApp
-from rollmill.generator.http.asgi import ABORT_KEY
+from rollmill.generator.http.protocol import ABORT_KEY
 from rollmill.generator.loading import Replica
 from rollmill.generator.service import InferenceService, TextCodec
 from rollmill.generator.state import ReplicaState, move

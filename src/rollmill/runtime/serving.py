@@ -221,7 +221,7 @@ class HttpFace:
 
 def _need_http() -> None:
     """Say at once, before anything is loaded, that HTTP cannot be served."""
-    for package in ("uvicorn", "prometheus_client"):
+    for package in ("uvicorn", "starlette", "prometheus_client"):
         if importlib.util.find_spec(package) is None:
             raise MissingExtraError(package=package, extra="serve", purpose="HTTP (or give --no-http)")
 

@@ -14,6 +14,7 @@ from rollmill.config.schema import LimitSettings
 from rollmill.errors import MissingExtraError
 from rollmill.generator.engines.fake import FakeFaults, FakeLatency
 from rollmill.generator.http import HttpLimits, openapi, serve_http
+from rollmill.generator.http.answers import ChatAnswer
 from rollmill.generator.state import ReplicaState, move
 from rollmill.types import GenerateRequest, Message, SamplingParams
 
@@ -337,6 +338,16 @@ def test_a_method_that_a_path_does_not_answer_is_told_which_it_does():
     assert (other.status_code, other.headers["allow"]) == (405, "GET")
 
 
+def test_a_path_is_answered_to_the_letter_and_its_head_like_itself():
+    async def scenario(client, service):
+        return await client.head("/health"), await client.get("/health/"), await client.get(f"/v1/models/{MODEL}/x")
+
+    head, slash, model = in_world(scenario)
+    assert (head.status_code, head.content) == (200, b"")
+    assert (slash.status_code, slash.json()["error"]["code"]) == (404, "unknown_url")
+    assert f"{MODEL}/x" in model.json()["error"]["message"]
+
+
 def test_an_id_in_use_is_refused_and_the_first_request_goes_on():
     async def scenario(client, service):
         first = asyncio.ensure_future(client.post(CHAT, json=chat(request_id="r")))
@@ -394,6 +405,16 @@ def test_only_health_is_open_without_the_token():
     assert wrong.json()["error"]["code"] == "invalid_api_key"
     assert wrong.headers["www-authenticate"] == "Bearer"
     assert right.status_code == 200
+
+
+def test_callers_without_the_token_hear_their_own_id_alone():
+    async def scenario(client, service):
+        named = await client.get("/v1/models", headers={"x-request-id": "mine"})
+        return named, await client.get("/v1/models")
+
+    named, unnamed = in_world(scenario, face={"token": "correct horse battery"})
+    assert (named.status_code, named.headers["x-request-id"]) == (401, "mine")
+    assert (unnamed.status_code, "x-request-id" in unnamed.headers) == (401, False)
 
 
 def test_an_answer_carries_the_callers_id_also_when_it_is_an_error():
@@ -457,6 +478,37 @@ def test_a_client_that_leaves_frees_its_place(stream):
     assert running == 0
     assert state is ReplicaState.SERVING
     assert peer.status == (200 if stream else None)
+    assert "[DONE]" not in peer.body
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_before_the_first_token_is_not_answered(stream):
+    async def scenario(client, service):
+        peer = Peer(chat(max_tokens=200, ignore_eos=True, stream=stream))
+        asking = asyncio.ensure_future(peer.ask(service))
+        await until(lambda: service.status().running == 1)
+        peer.left.set()
+        await asking
+        return service.status().running, service.status().output_tokens, peer.sent
+
+    assert in_world(scenario, latency=ONE_S) == (0, 0, [])
+
+
+def test_a_defect_within_a_stream_cuts_it_short_without_an_end(monkeypatch):
+    def defect(self: Any, samples: Any) -> Any:
+        raise RuntimeError("a defect")
+
+    monkeypatch.setattr(ChatAnswer, "closing", defect)
+    peer = Peer(chat(stream=True, stream_options={"include_usage": True}))
+
+    async def scenario(client, service):
+        await peer.ask(service)
+
+    with pytest.raises(ExceptionGroup) as raised:
+        in_world(scenario)
+    assert raised.group_contains(RuntimeError, match="a defect")
+    assert peer.status == 200
+    assert all(message.get("more_body", True) for message in peer.sent)
     assert "[DONE]" not in peer.body
 
 
@@ -593,11 +645,12 @@ def test_the_openapi_document_is_served_and_describes_every_route_and_record():
     assert {"400", "401", "404", "408", "409", "413", "429", "499", "503", "504"} <= codes
 
 
-def test_serving_without_uvicorn_names_the_extra(monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+@pytest.mark.parametrize("missing", ["uvicorn", "starlette"])
+def test_serving_without_a_package_names_it_and_the_extra(monkeypatch, missing):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == missing else object())
 
     async def scenario(client, service):
-        with pytest.raises(MissingExtraError, match=r"rollmill\[serve\]"):
+        with pytest.raises(MissingExtraError, match=rf"{missing}.*rollmill\[serve\]"):
             await serve_http(service, stop=asyncio.Event())
 
     in_world(scenario)

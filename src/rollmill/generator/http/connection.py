@@ -9,7 +9,7 @@ from typing import cast
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from rollmill.generator.http.asgi import ABORT_KEY, HttpLimits
+from rollmill.generator.http.protocol import ABORT_KEY, HttpLimits
 
 _PROBES = 3
 

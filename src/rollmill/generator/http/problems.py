@@ -138,3 +138,11 @@ def not_found(path: str, *, known: Any) -> RequestProblem:
     """Return the refusal of a path that nobody answers."""
     paths = ", ".join(sorted(known))
     return RequestProblem(f"there is no {path} here; there are {paths}", code="unknown_url", status=404)
+
+
+def wrong_method(path: str, *, method: str, allowed: Any) -> RequestProblem:
+    """Return the refusal of a method that a path does not answer."""
+    methods = ", ".join(sorted(set(allowed) - {"HEAD"}))
+    return RequestProblem(
+        f"{path} answers {methods}, not {method}", code="method_not_allowed", status=405, headers={"allow": methods}
+    )

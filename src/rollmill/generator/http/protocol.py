@@ -1,10 +1,14 @@
-"""What the HTTP face needs of what it serves: a replica's service has it all, and so may a router."""
+"""What the HTTP face needs of what it serves, and its own bounds.
+
+A replica's service has it all, and so may a router.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Protocol
 
+import msgspec
 import numpy as np
 
 from rollmill.config.schema import LimitSettings
@@ -12,6 +16,25 @@ from rollmill.errors import RollmillError
 from rollmill.generator.service import Listener, TextCodec
 from rollmill.generator.wire import Prompt, ReplicaStatus
 from rollmill.types import GenerateRequest, Turn
+
+ABORT_KEY = "rollmill.abort"
+"""In the state of an exchange: cuts its connection at once, with what is still to be sent."""
+
+
+class HttpLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """Bounds that only HTTP needs; those of requests are `generator.limits`.
+
+    Attributes:
+        header_s: longest wait for the head of a request once its connection is open or its first byte is there.
+        body_s: longest wait for a whole body.
+        keep_alive_s: an idle connection is closed after this.
+        connections: open at once; more are answered with 503.
+    """
+
+    header_s: float = 10.0
+    body_s: float = 60.0
+    keep_alive_s: float = 75.0
+    connections: int = 8192
 
 
 class Inference(Protocol):

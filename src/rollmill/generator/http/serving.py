@@ -19,13 +19,13 @@ from typing import TYPE_CHECKING
 
 from rollmill.config.schema import LimitSettings
 from rollmill.errors import ConfigError, MissingExtraError
-from rollmill.generator.http.app import HttpApp
-from rollmill.generator.http.asgi import HttpLimits
-from rollmill.generator.http.protocol import Inference, Metrics
+from rollmill.generator.http.protocol import HttpLimits, Inference, Metrics
 from rollmill.generator.security import TlsFiles, address_of
 
 if TYPE_CHECKING:
     import uvicorn
+
+    from rollmill.generator.http.app import HttpApp
 
 _CLOSE_S = 1
 _BACKLOG = 2048
@@ -60,13 +60,16 @@ async def serve_http(
 
     Raises:
         ConfigError: if the address cannot be bound, or a TLS file cannot be used.
-        MissingExtraError: if uvicorn is not installed.
+        MissingExtraError: if uvicorn or Starlette is not installed.
 
     Cancellation:
         closes all connections at once.
     """
-    if importlib.util.find_spec("uvicorn") is None:
-        raise MissingExtraError(package="uvicorn", extra="serve", purpose="serving over HTTP")
+    for package in ("uvicorn", "starlette"):
+        if importlib.util.find_spec(package) is None:
+            raise MissingExtraError(package=package, extra="serve", purpose="serving over HTTP")
+    from rollmill.generator.http.app import HttpApp
+
     limits = service.limits if limits is None else limits
     bounds = HttpLimits() if bounds is None else bounds
     app = HttpApp(service, token=token, metrics=metrics, limits=limits, bounds=bounds)

@@ -3,22 +3,32 @@
 The events that wait for the reader are bounded in number, and so is the wait for it to take them. The answer begins
 with the first event, not before: until then a refusal still has its own status. An error after that is an event, and
 the stream ends without `[DONE]`.
+
+| wait | ends after |
+|---|---|
+| for the next event | production, which the request's deadline bounds; the client leaves |
+| for the reader to take a piece | `LimitSettings.stream_stall_s`; then the connection is cut |
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import contextlib
+import logging
+from collections.abc import AsyncGenerator, Awaitable, Callable
 
 import msgspec
+from starlette.requests import ClientDisconnect
+from starlette.responses import StreamingResponse
+from starlette.types import Message, Receive, Scope, Send
 
-from rollmill.config.schema import LimitSettings
 from rollmill.errors import RollmillError, SlowReader
-from rollmill.generator.http.asgi import ClientLeft, Exchange, cancelled
+from rollmill.generator.http.exchange import gone
 from rollmill.generator.http.problems import reply_of
+from rollmill.generator.http.protocol import ABORT_KEY
 
+_log = logging.getLogger(__name__)
 DONE = b"data: [DONE]\n\n"
-_STREAM = "text/event-stream; charset=utf-8"
 _HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
 
@@ -27,150 +37,131 @@ def event(reply: msgspec.Struct) -> bytes:
     return b"data: " + msgspec.json.encode(reply) + b"\n\n"
 
 
-class Events:
-    """Events that wait for their reader.
+class EventStream(StreamingResponse):
+    """An answer of events while they are produced.
 
     Args:
-        limit: as many may wait; at one more the reader is too slow.
+        produce: puts all events with the function that it gets; an error of ours that it raises becomes the last one,
+            or the answer if it is the first. Cancelled when the client leaves or is too slow.
+        request_id: for messages.
+        limit: as many events may wait; at one more the reader is too slow.
+        stall_s: longest wait for the reader to take a piece.
+        take_note: hears what a stream that had begun ended with.
     """
 
-    def __init__(self, *, limit: int) -> None:
-        self._limit = limit
+    media_type = "text/event-stream"
+
+    def __init__(
+        self,
+        produce: Callable[[Callable[[bytes], None]], Awaitable[None]],
+        *,
+        request_id: str,
+        limit: int,
+        stall_s: float,
+        take_note: Callable[[RollmillError], Awaitable[None]],
+    ) -> None:
+        self._events = self._pieces()
+        super().__init__(self._events, headers=_HEADERS)
+        self._produce, self._take_note = produce, take_note
+        self._request_id, self._limit, self._stall_s = request_id, limit, stall_s
         self._waiting: list[bytes] = []
         self._change = asyncio.Event()
-        self._ended = False
-        self.overrun = False
-        self.on_overrun: Callable[[], object] = lambda: None
+        self._begun = self._ended = False
+        self._error: RollmillError | None = None
+        self._producing: asyncio.Task[None] | None = None
 
-    def put(self, piece: bytes) -> None:
-        """Add an event; what comes after an overrun is nobody's any more."""
-        if self.overrun:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer.
+
+        Raises:
+            RollmillError: what production raised before the first event; nothing was sent then.
+
+        Cancellation:
+            cancels production.
+        """
+        async with asyncio.TaskGroup() as tasks:
+            self._producing = tasks.create_task(self._produce_all(), name=f"stream {self._request_id}")
+            try:
+                with contextlib.suppress(ClientDisconnect):  # servers differ in how they say that a client left
+                    await super().__call__(scope, receive, send)
+                if not self._ended:
+                    _log.debug("the client of request %s left", self._request_id)
+            except SlowReader as error:
+                self._error = error
+                scope["state"][ABORT_KEY]()
+                await gone(receive)
+            self._ended = True
+            self._producing.cancel()
+        if self._error is None:
             return
-        if len(self._waiting) >= self._limit:
-            self.overrun = True
-            self._waiting.clear()
-            self.on_overrun()
-        else:
-            self._waiting.append(piece)
-        self._change.set()
+        if not self._begun:
+            raise self._error
+        _log.warning("the stream of request %s ended early: %s", self._request_id, self._error)
+        await self._take_note(self._error)
 
-    def end(self) -> None:
-        """Say that no more will come."""
-        self._ended = True
-        self._change.set()
+    async def stream_response(self, send: Send) -> None:
+        """Send the events, once there is one; nothing if there is none."""
+        now_s = asyncio.get_running_loop().time
+        await self._change.wait()
+        if not self._begun:
+            return
+        try:
+            async with contextlib.aclosing(self._events), asyncio.timeout(None) as deadline:
 
-    async def take(self) -> bytes:
-        """Return all events that wait, as one piece, once there are some; nothing at the end."""
-        while not self._waiting and not self._ended:
-            self._change.clear()
+                async def send_in_time(message: Message) -> None:
+                    deadline.reschedule(now_s() + self._stall_s)
+                    await send(message)
+                    deadline.reschedule(None)
+
+                await super().stream_response(send_in_time)
+        except TimeoutError:
+            raise SlowReader(
+                f"the reader of request {self._request_id} took nothing for {self._stall_s:g} s "
+                "(generator.limits.stream_stall_s): the request was aborted and the connection cut"
+            ) from None
+
+    async def _pieces(self) -> AsyncGenerator[bytes, None]:
+        """Give all events that wait as one piece, until the end."""
+        while self._waiting or not self._ended:
             await self._change.wait()
-        piece = b"".join(self._waiting)
-        self._waiting.clear()
-        return piece
+            piece = b"".join(self._waiting)
+            self._waiting.clear()
+            self._change.clear()
+            yield piece
 
-
-async def stream(
-    exchange: Exchange,
-    events: Events,
-    *,
-    produce: Callable[[], Awaitable[None]],
-    request_id: str,
-    limits: LimitSettings,
-) -> RollmillError | None:
-    """Answer with events while they are produced; return the error that the stream ended with.
-
-    Args:
-        produce: puts all events; an error of ours that it raises becomes the last event, or the answer if it is the
-            first.
-        request_id: for messages.
-        limits: of a stream.
-
-    Raises:
-        RollmillError: what `produce` raised before the first event; nothing was sent then.
-        ClientLeft: if the client left; production was cancelled.
-
-    Cancellation:
-        cancels production.
-    """
-    producing = asyncio.ensure_future(_produce(produce, events=events))
-    leaving = asyncio.ensure_future(exchange.gone())
-    events.on_overrun = producing.cancel
-    leaving.add_done_callback(lambda _: events.end())
-    writer = _Writer(exchange, stall_s=limits.stream_stall_s)
-    try:
-        while (piece := await events.take()) and not leaving.done():
-            await writer.write(piece)
-        if writer.stalled:
-            return _stalled(request_id, limits=limits)
-        if leaving.done():
-            raise ClientLeft
-        await asyncio.wait({producing})
-        error = _overrun(request_id, limits=limits) if events.overrun else producing.result()
-        if error is not None and not exchange.started:
-            raise error
-        await writer.write(b"" if error is None else event(reply_of(error)), last=True)
-        return _stalled(request_id, limits=limits) if writer.stalled else error
-    finally:
-        writer.close()
-        await cancelled(producing, leaving)
-
-
-class _Writer:
-    """Writes pieces, the head of the answer before the first; cuts the connection if one is not taken for too long.
-
-    One timer for the whole stream: a deadline around each of thousands of pieces would cost as much as writing them.
-    """
-
-    def __init__(self, exchange: Exchange, *, stall_s: float) -> None:
-        self._exchange, self._stall_s = exchange, stall_s
-        self._loop = asyncio.get_running_loop()
-        self._since_s: float | None = None
-        self._timer = self._loop.call_later(stall_s, self._look)
-        self.stalled = False
-
-    async def write(self, piece: bytes, *, last: bool = False) -> None:
-        """Write; returns once the piece is on its way, or the connection is gone."""
-        self._since_s = self._loop.time()
-        if not self._exchange.started:
-            await self._exchange.begin_stream(kind=_STREAM, headers=_HEADERS)
-        await self._exchange.send_piece(piece, last=last)
-        self._since_s = None
-
-    def close(self) -> None:
-        """Look no more."""
-        self._timer.cancel()
-
-    def _look(self) -> None:
-        now_s = self._loop.time()
-        due_s = (now_s if self._since_s is None else self._since_s) + self._stall_s
-        if due_s > now_s:
-            self._timer = self._loop.call_at(due_s, self._look)
+    async def _produce_all(self) -> None:
+        try:
+            await self._produce(self._put)
+        except RollmillError as error:  # a value, so that it comes after the events before it
+            self._end(error)
         else:
-            self.stalled = True
-            self._exchange.cut()  # what waits for the reader goes on, and finds that it is gone
+            self._end()
 
+    def _put(self, piece: bytes) -> None:
+        """Add an event; what comes after the end is nobody's any more."""
+        if self._ended:
+            return
+        if len(self._waiting) < self._limit:
+            self._begun = True
+            self._waiting.append(piece)
+            self._change.set()
+            return
+        self._waiting.clear()
+        self._end(
+            SlowReader(
+                f"the reader of request {self._request_id} is {self._limit} events behind "
+                "(generator.limits.stream_events): the request was aborted, so that memory stays bounded. Read faster, "
+                "or ask without stream"
+            )
+        )
+        if self._producing is not None:
+            self._producing.cancel()
 
-def _stalled(request_id: str, *, limits: LimitSettings) -> SlowReader:
-    return SlowReader(
-        f"the reader of request {request_id} took nothing for {limits.stream_stall_s:g} s "
-        "(generator.limits.stream_stall_s): the request was aborted and the connection cut"
-    )
-
-
-def _overrun(request_id: str, *, limits: LimitSettings) -> SlowReader:
-    return SlowReader(
-        f"the reader of request {request_id} is {limits.stream_events} events behind "
-        "(generator.limits.stream_events): the request was aborted, so that memory stays bounded. Read faster, or ask "
-        "without stream"
-    )
-
-
-async def _produce(produce: Callable[[], Awaitable[None]], *, events: Events) -> RollmillError | None:
-    """Produce; an error is a value, so that it comes after the events before it."""
-    try:
-        await produce()
-    except RollmillError as error:
-        return error
-    finally:
-        events.end()
-    return None
+    def _end(self, error: RollmillError | None = None) -> None:
+        """Say that no more will come; an error is the last event, unless it would be the first."""
+        if self._ended:
+            return
+        self._ended, self._error = True, error
+        if error is not None and self._begun:
+            self._waiting.append(event(reply_of(error)))
+        self._change.set()
