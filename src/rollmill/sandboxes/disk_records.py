@@ -117,13 +117,16 @@ class DiskRecords:
         self.directory = directory
         try:
             directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-            owner = directory.stat().st_uid
+            owner, above = directory.stat().st_uid, directory.parent.stat().st_uid
         except OSError as error:
             raise ConfigError(
                 f"records of sandboxes cannot be kept in {directory}: {error}. Name another one."
             ) from error
         if owner != os.geteuid():
             raise ConfigError(f"{directory} belongs to user {owner}, not to {os.geteuid()}; name another directory.")
+        if above not in (0, os.geteuid()):
+            # Who owns the directory above could put records of their own in its place, and a sweep kills by them.
+            raise ConfigError(f"{directory.parent} belongs to user {above}, who could exchange the records in it.")
 
     def path(self, sandbox_id: str) -> Path:
         """Return where a record is."""

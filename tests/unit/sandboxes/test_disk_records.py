@@ -83,6 +83,14 @@ def test_a_directory_that_cannot_be_made_or_is_somebody_elses_is_refused(tmp_pat
         DiskRecords(tmp_path)
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a directory away")
+def test_a_directory_below_one_of_somebody_elses_is_refused(tmp_path):
+    (tmp_path / "theirs/ours").mkdir(parents=True)
+    os.chown(tmp_path / "theirs", 54321, 54321)
+    with pytest.raises(ConfigError, match="who could exchange"):
+        DiskRecords(tmp_path / "theirs/ours")
+
+
 def test_records_of_plain_users_are_where_only_they_write(tmp_path, monkeypatch):
     monkeypatch.setattr("os.geteuid", lambda: 12345)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
