@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -94,7 +94,18 @@ class ScriptedPort:
     async def close(self) -> None: ...
 
 
+SPOOLS: list[Spool] = []
+
+
+@pytest.fixture(autouse=True)
+def no_file_left() -> Iterator[None]:
+    yield
+    while SPOOLS:
+        SPOOLS.pop().close()
+
+
 def engine_over(port: ScriptedPort) -> RemoteEngine:
+    SPOOLS.append(Spool())
     clock = SystemClock()
     return RemoteEngine(
         port,
@@ -115,7 +126,7 @@ def engine_over(port: ScriptedPort) -> RemoteEngine:
         tensors=WEIGHTS,
         policy_version=1,
         digest="digest-1",
-        spool=Spool(),
+        spool=SPOOLS[-1],
         clock=clock,
         meter=SecondsMeter(clock, cause="startup"),
     )

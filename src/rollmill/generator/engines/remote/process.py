@@ -124,10 +124,12 @@ class ServerProcess:
         self._stopped = True
         if self.exit_code is None:
             self._process.terminate()
-            with contextlib.suppress(subprocess.TimeoutExpired):  # killed below
+            try:
                 self._process.wait(grace_s)
-        if self.exit_code is not None:
-            self._wait_for_its_children()
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+        self._wait_for_its_children()
         # They share its group, also when it is gone already.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)

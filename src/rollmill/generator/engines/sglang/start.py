@@ -52,7 +52,8 @@ CAPABILITIES = (
 )
 
 _END_TOKENS = ("eos_token_id", "bos_token_id", "pad_token_id")
-_STOP_GRACE_S = 10.0
+_STOP_GRACE_S = 2.0
+"""Its own end waits for requests, and those have been ended; a run gives its replicas little time."""
 _LOOK_TIMEOUT_S = 5.0
 _PROBE_ID = "probe0000000"
 
