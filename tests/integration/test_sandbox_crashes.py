@@ -97,6 +97,17 @@ def test_a_killed_owner_takes_its_sandboxes_with_it_without_any_sweep(owner):
     nothing_left(owner, marks)
 
 
+def test_a_sandbox_that_ended_while_its_owner_was_dying_leaves_no_record(owner):
+    owner.started(2)
+    marks = marks_of(owner)
+    os.kill(owner.pid, signal.SIGSTOP)  # it will not hear that a sandbox has ended
+    os.kill(marks[-1].pid, signal.SIGKILL)
+    eventually(lambda: not is_alive(marks[-1]))
+    owner.kill()
+    eventually(lambda: not any(map(is_alive, marks)))
+    nothing_left(owner, marks)
+
+
 def test_an_owner_and_its_zygote_killed_together_leave_what_one_sweep_removes(owner):
     owner.started(2)
     marks = marks_of(owner)

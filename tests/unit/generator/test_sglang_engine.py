@@ -308,7 +308,7 @@ async def test_a_server_that_says_that_it_serves_something_else_is_not_believed(
 async def test_an_update_while_running_asks_the_server_nothing(world):
     with pytest.raises(EngineError, match="pause the engine first"):
         await world.update()
-    assert world.server.seen == []
+    assert [path for path in world.server.seen if path != "GET /v1/loads"] == []  # the watch looks when it likes
 
 
 async def test_a_repeated_update_changes_nothing_and_another_digest_is_a_mismatch(world):

@@ -65,6 +65,7 @@ class Zygote:
         self._owner = owner
         self._children: dict[int, Child] = {}
         self._emptying: list[Groups] = []
+        self._told: list[str] = []
         self._poll = select.poll()
         self._poll.register(control, select.POLLIN)
         self._poll.register(owner, select.POLLIN)
@@ -186,19 +187,20 @@ class Zygote:
             self._emptying.append(child.groups)
         exit_code = os.waitstatus_to_exitcode(status)
         self._say({"op": "gone", "id": child.sandbox_id, "exit": exit_code, "usage": usage})
+        # The owner removes the record when it hears that; one that is being killed may not.
+        self._told = [record for record in self._told if os.path.exists(record)] + [child.record]
 
     def _end_all(self) -> None:
         """End all sandboxes and remove their records: after this nothing of them is left."""
         for child in self._children.values():
             signal.pidfd_send_signal(child.descriptor, signal.SIGKILL)
-        records = [child.record for child in self._children.values()]
         for child in list(self._children.values()):
             self._bury(child)
         deadline = time.monotonic() + _LAST_BREATH_S
         while self._emptying and time.monotonic() < deadline:
             self._emptying = [groups for groups in self._emptying if not groups.destroy()]
             select.poll().poll(_RETRY_MS if self._emptying else 0)
-        for record in records if not self._emptying else []:
+        for record in self._told if not self._emptying else []:
             try:
                 os.unlink(record)
             except FileNotFoundError:

@@ -11,7 +11,6 @@ import os
 import shutil
 import signal
 import subprocess
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -37,7 +36,7 @@ class ServerProcess:
         module: that it is started by.
         arguments: of the server.
         environment: its variables, whole.
-        folder: its own, made by `own_folder`; removed when it is stopped.
+        folder: its own, made by `folders.own_folder`; removed when it is stopped.
         log: file for what it prints; in its folder if `None`.
 
     Raises:
@@ -154,8 +153,3 @@ class ServerProcess:
             return self.log.read_text(encoding="utf-8", errors="replace")
         except OSError as error:
             return f"(the log cannot be read: {error})"
-
-
-def own_folder(product: str) -> Path:
-    """Make a folder for one server that only this user can enter."""
-    return Path(tempfile.mkdtemp(prefix=f"rollmill-{product.lower()}-"))

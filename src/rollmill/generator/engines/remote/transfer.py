@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import os
 import shutil
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rollmill.errors import WeightError
+from rollmill.generator.engines.remote.folders import own_folder
 from rollmill.weights.tensorfile import TensorsInFile, copy_tensors, dtype_name
 from rollmill.weights.transport import SHARED_MEMORY
 
@@ -80,7 +80,7 @@ class Spool:
             return found
         self.empty()
         if self._folder is None:
-            self._folder = Path(tempfile.mkdtemp(prefix="rollmill-vllm-weights-", dir=self._parent))
+            self._folder = own_folder("weights", parent=self._parent)
         path = self._folder / f"v{policy_version:06d}.safetensors"
         try:
             with path.open("x+b", buffering=0) as handle:

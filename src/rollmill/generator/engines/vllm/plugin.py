@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 from rollmill.errors import ConfigError
-from rollmill.generator.engines.remote.process import own_folder
+from rollmill.generator.engines.remote.folders import own_folder
 
 _FILE = Path(__file__).parent / "server_side" / "rollmill_vllm_plugin.py"
 _LONGEST_SOCKET_PATH = 100
