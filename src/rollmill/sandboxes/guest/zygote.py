@@ -89,7 +89,10 @@ class Zygote:
         return True
 
     def _take_order(self) -> bool:
-        message, descriptors, _, _ = socket.recv_fds(self._control, _MOST_ORDER_BYTES, 4)
+        try:
+            message, descriptors, _, _ = socket.recv_fds(self._control, _MOST_ORDER_BYTES, 4)
+        except ConnectionError:
+            return False  # the owner was killed with words of ours unread
         if not message:
             return False  # every copy of the owner's end is closed
         order = json.loads(message)
