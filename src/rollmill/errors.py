@@ -223,7 +223,8 @@ class SandboxDead(SandboxError):
 
     Attributes:
         reason: why, as `DeathReason` spells it.
-        fault: whose fault it is, as `Culprit` spells it: what `rollout` did is scored, what `infrastructure` did is not.
+        fault: whose fault it is, as `Culprit` spells it: what `rollout` did is scored, what `infrastructure` did is
+            not.
     """
 
     code = "sandbox_dead"
