@@ -432,6 +432,17 @@ async def test_an_engine_that_dies_fails_its_requests_and_ends_the_service_with_
                 await hanging
 
 
+async def test_a_client_that_was_closed_is_engine_dead_for_whoever_still_asks_it(tmp_path):
+    repository, old, _ = two_versions()
+    async with service(embedded(tmp_path, old), repository, tmp_path) as client:
+        other = GeneratorClient(client.address)
+        await other.close()
+        with pytest.raises(EngineDead, match="was closed"):
+            await other.status()
+        with pytest.raises(EngineDead, match="was closed"):
+            await other.generate(request("a", prompt_of(7)), on_tokens=lambda _: None)
+
+
 async def test_a_replica_that_is_gone_is_engine_dead(tmp_path):
     repository = two_versions()[0]
     async with service(FakeEngine(clock=SystemClock()), repository) as client:

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import grpc
 import numpy as np
 
-from rollmill.errors import EngineError, RollmillError
+from rollmill.errors import EngineDead, EngineError, RollmillError
 from rollmill.generator.engines.protocol import OnTokens
 from rollmill.generator.proto import policy_inference_pb2 as pb
 from rollmill.generator.proto import policy_inference_pb2_grpc as pb_grpc
@@ -96,6 +96,7 @@ class GeneratorClient:
         self._grace_s = grace_s
         self._metadata = () if token is None else (("authorization", bearer(token)),)
         self._channel = open_channel(address, tls=tls)
+        self._closed = False
         self._stub = pb_grpc.PolicyInferenceStub(self._channel)
 
     async def generate(self, request: GenerateRequest, *, on_tokens: OnTokens | None = None) -> Turn:
@@ -133,6 +134,7 @@ class GeneratorClient:
         return turns_from_message(reply, prompt_ids=request.prompt_ids, siblings=siblings)
 
     async def _stream(self, request: GenerateRequest, *, on_tokens: OnTokens) -> Turn:
+        self._refuse_if_closed("GenerateStream")
         assembler = TurnAssembler(request.request_id, prompt_ids=request.prompt_ids)
         call = self._stub.GenerateStream(
             request_to_message(request), timeout=request.deadline_s + self._grace_s, metadata=self._metadata
@@ -195,14 +197,24 @@ class GeneratorClient:
         return (await self._call(self._stub.Drain, message, deadline_s=deadline_s + self._grace_s)).unfinished
 
     async def close(self) -> None:
-        """Close the channel; calls in flight end with `RequestAborted`."""
+        """Close the channel; calls in flight end with `RequestAborted`, later ones with `EngineDead`."""
+        self._closed = True
         await self._channel.close()
 
     async def _call(self, method: Callable[..., Awaitable[M]], message: Any, *, deadline_s: float) -> M:
+        self._refuse_if_closed(type(message).__name__)
         try:
             return await method(message, timeout=deadline_s, metadata=self._metadata)
         except grpc.aio.AioRpcError as error:
             raise self._typed(error, asked=type(message).__name__) from error
+
+    def _refuse_if_closed(self, asked: str) -> None:
+        """A replica that was given up may still be asked by who has not heard of it."""
+        if self._closed:
+            raise EngineDead(
+                f"{asked} to the generator at {self.address} was not sent: its client was closed, because the replica "
+                "was lost or left. Ask another one"
+            )
 
     def _typed(self, error: grpc.aio.AioRpcError, *, asked: str) -> RollmillError:
         metadata = {str(key): str(value) for key, value in error.trailing_metadata() or ()}
