@@ -434,7 +434,7 @@ async def test_an_engine_that_dies_fails_its_requests_and_ends_the_service_with_
 
 async def test_a_client_that_was_closed_is_engine_dead_for_whoever_still_asks_it(tmp_path):
     repository, old, _ = two_versions()
-    async with service(embedded(tmp_path, old), repository, tmp_path) as client:
+    async with service(embedded(tmp_path, old), repository) as client:
         other = GeneratorClient(client.address)
         await other.close()
         with pytest.raises(EngineDead, match="was closed"):
