@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import click
 import msgspec
 
+from rollmill.cli.access import access_options
 from rollmill.cli.output import json_option, show
 from rollmill.errors import ConfigError
 
@@ -41,29 +42,12 @@ if TYPE_CHECKING:
     metavar="NAME_OR_PATH",
     help="Whose tokenizer the router has: needed for text over HTTP, and to move requests in text form.",
 )
-@click.option(
-    "--host",
-    default="127.0.0.1",
-    show_default=True,
-    help="Interface to bind. Others than loopback need a token or mTLS.",
-)
-@click.option("--grpc-port", default=0, type=click.IntRange(0, 65535), help="Port of gRPC; 0 lets the system choose.")
+@access_options
 @click.option(
     "--http-port",
     default=None,
     type=click.IntRange(0, 65535),
     help="Serve OpenAI-compatible HTTP too, on this port; 0 lets the system choose.",
-)
-@click.option(
-    "--token-file", default=None, type=click.Path(), help="File with the bearer token that callers must give."
-)
-@click.option("--tls-cert", default=None, type=click.Path(path_type=Path), help="Certificate of this server, PEM.")
-@click.option("--tls-key", default=None, type=click.Path(path_type=Path), help="Its private key, PEM.")
-@click.option(
-    "--tls-client-ca",
-    default=None,
-    type=click.Path(path_type=Path),
-    help="Authority, PEM: clients must show a certificate that it signed (mTLS).",
 )
 @click.option(
     "--replica-token-file",

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import click
 import msgspec
 
+from rollmill.cli.access import access_options
 from rollmill.cli.output import json_option, show
 
 if TYPE_CHECKING:
@@ -38,26 +39,9 @@ if TYPE_CHECKING:
     help="Run directory whose published weights are served; LoadWeights takes later ones from there. Without it the "
     "model's own weights are served.",
 )
-@click.option(
-    "--host",
-    default="127.0.0.1",
-    show_default=True,
-    help="Interface to bind. Others than loopback need a token or mTLS.",
-)
-@click.option("--grpc-port", default=0, type=click.IntRange(0, 65535), help="Port of gRPC; 0 lets the system choose.")
+@access_options
 @click.option("--http-port", default=0, type=click.IntRange(0, 65535), help="Port of HTTP; 0 lets the system choose.")
 @click.option("--no-http", is_flag=True, help="Serve gRPC alone.")
-@click.option(
-    "--token-file", default=None, type=click.Path(), help="File with the bearer token that callers must give."
-)
-@click.option("--tls-cert", default=None, type=click.Path(path_type=Path), help="Certificate of this server, PEM.")
-@click.option("--tls-key", default=None, type=click.Path(path_type=Path), help="Its private key, PEM.")
-@click.option(
-    "--tls-client-ca",
-    default=None,
-    type=click.Path(path_type=Path),
-    help="Authority, PEM: clients must show a certificate that it signed (mTLS).",
-)
 @click.option(
     "--address-file",
     default=None,

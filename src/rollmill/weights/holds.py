@@ -26,7 +26,7 @@ class Holds:
     def add(self, policy_version: int, *, owner: str) -> None:
         """Note that this process holds a version for `owner`."""
         pid = os.getpid()
-        hold = {"policy_version": policy_version, "owner": owner, "pid": pid, "started_at_s": _started_at_s(pid)}
+        hold = {"policy_version": policy_version, "owner": owner, "pid": pid, "started_at_s": started_at_s(pid)}
         path = self._path(policy_version, owner)
         partial = path.with_suffix(".partial")
         partial.write_text(json.dumps(hold) + "\n")
@@ -41,7 +41,7 @@ class Holds:
         found: dict[int, tuple[str, ...]] = {}
         for path in sorted(self._directory.glob("v*.json")):
             hold = json.loads(path.read_text())
-            if _started_at_s(hold["pid"]) != hold["started_at_s"]:
+            if started_at_s(hold["pid"]) != hold["started_at_s"]:
                 path.unlink(missing_ok=True)
                 continue
             version = hold["policy_version"]
@@ -49,7 +49,7 @@ class Holds:
         return found
 
 
-def _started_at_s(pid: int) -> float | None:
+def started_at_s(pid: int) -> float | None:
     """Return when a living process started, which tells it from a later one with the same pid."""
     try:
         process = psutil.Process(pid)

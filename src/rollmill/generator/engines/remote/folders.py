@@ -13,7 +13,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
-import psutil
+from rollmill.weights.holds import started_at_s
 
 _OWNER = ".owner.json"
 
@@ -31,7 +31,7 @@ def own_folder(kind: str, *, parent: Path | None = None) -> Path:
         if _is_left_behind(folder):
             shutil.rmtree(folder, ignore_errors=True)
     own = Path(tempfile.mkdtemp(prefix=prefix, dir=place))
-    (own / _OWNER).write_text(json.dumps({"pid": os.getpid(), "started_at_s": _started_at_s(os.getpid())}))
+    (own / _OWNER).write_text(json.dumps({"pid": os.getpid(), "started_at_s": started_at_s(os.getpid())}))
     return own
 
 
@@ -39,13 +39,5 @@ def _is_left_behind(folder: Path) -> bool:
     """Return whether its owner is known and gone; a folder without a word of its owner may just be made."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         owner = json.loads((folder / _OWNER).read_text())
-        return _started_at_s(owner["pid"]) != owner["started_at_s"]
+        return started_at_s(owner["pid"]) != owner["started_at_s"]
     return False
-
-
-def _started_at_s(pid: int) -> float | None:
-    """Return when a living process started, which tells it from a later one with the same pid."""
-    try:
-        return psutil.Process(pid).create_time()
-    except psutil.NoSuchProcess:
-        return None
