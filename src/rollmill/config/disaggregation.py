@@ -6,12 +6,12 @@ exchange KV through vLLM's NixlConnector, which moves memory of GPUs: on a CPU t
 
 from __future__ import annotations
 
-import tomllib
 from pathlib import Path
 from typing import Literal
 
 from pydantic import ValidationError
 
+from rollmill.config.load import read_toml
 from rollmill.config.schema import Section, knob
 from rollmill.errors import ConfigError
 
@@ -107,10 +107,7 @@ def load_split(path: str | Path) -> SplitSettings:
     Raises:
         ConfigError: if the file cannot be read, or a setting is unknown, mistyped or out of range.
     """
-    try:
-        data = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise ConfigError(f"{path} cannot be read as a TOML file: {error}") from error
+    data = read_toml(Path(path), example="the one in docs/howto/disaggregation.md")
     try:
         return SplitSettings(**data)
     except ValidationError as error:

@@ -146,7 +146,7 @@ def load_config(
             range, or the values are impossible together.
     """
     source = None if path is None else Path(path)
-    data = {} if source is None else _read_toml(source)
+    data = {} if source is None else read_toml(source)
     file_name = source.name if source is not None else DEFAULT_ORIGIN
     origins = dict.fromkeys(all_keys(), DEFAULT_ORIGIN)
     origins.update(dict.fromkeys(_keys_in(data, where=file_name), file_name))
@@ -218,13 +218,20 @@ def _with_default_tasks(data: Mapping[str, Any]) -> dict[str, Any]:
     return {**data, "environment": {**environment, "tasks": tasks}}
 
 
-def _read_toml(path: Path) -> dict[str, Any]:
+def read_toml(path: Path, *, example: str = "examples/arithmetic/train.toml") -> dict[str, Any]:
+    """Return the tables of a TOML file.
+
+    Args:
+        example: a file to copy, named where there is none.
+
+    Raises:
+        ConfigError: if it is missing, cannot be read, or is not TOML.
+    """
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConfigError(
-            f"there is no configuration file {str(path)!r}. Check the path; examples/arithmetic/train.toml "
-            "is one to copy."
+            f"there is no configuration file {str(path)!r}. Check the path; {example} is one to copy."
         ) from None
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(
