@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import signal
+from collections.abc import Iterator
+
 import pytest
 
 
@@ -15,3 +18,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
     group.addoption("--kill-seed", type=int, default=1, help="first seed of those tests; a failure prints its own")
     group.addoption("--kill-result", default="", help="write what happened to this JSON file")
+
+
+@pytest.fixture(autouse=True)
+def signal_mask() -> Iterator[None]:
+    """A test that leaves signals blocked would hang the later ones, in an order that differs each time."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    yield
+    after = signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    assert after == before, f"this test left signals blocked: {sorted(after - before)}"

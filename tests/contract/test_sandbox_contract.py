@@ -242,6 +242,25 @@ def test_a_process_in_the_background_ends_by_a_signal(rig):
     rig.run(body)
 
 
+def test_an_owner_that_holds_signals_back_hands_no_block_down(tmp_path):
+    if reason := why_no_namespaces(tmp_path / "probe"):
+        pytest.skip(reason)
+    held = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGINT))
+    try:
+        with real_rig(tmp_path / "held") as rig:
+
+            async def body(provider: Provider) -> None:
+                sandbox = await start(provider)
+                process = await sandbox.start_process(["sleep", "600"])
+                await process.signal(signal.SIGTERM)
+                assert (await process.wait()).exit_code == -signal.SIGTERM
+                await sandbox.kill()
+
+            rig.run(body)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, held)
+
+
 def test_python_runs_in_a_fresh_interpreter_each_time(rig):
     async def body(provider: Provider) -> None:
         sandbox = await start(provider)

@@ -242,7 +242,8 @@ async def test_a_reader_that_takes_no_event_at_all_loses_its_request_in_time():
     repository, _, _ = two_versions()
     async with (
         service(quick_engine(max_model_len=10**6), repository, limits=limits) as client,
-        open_channel(client.address) as channel,
+        # The probe would widen the window to megabytes, which tiny events take up to a minute to fill.
+        grpc.aio.insecure_channel(client.address, options=[("grpc.http2.bdp_probe", 0)]) as channel,
     ):
         stub = pb_grpc.PolicyInferenceStub(channel)
         stream = stub.GenerateStream(message(sampling={"max_new_tokens": 10**6 - 10}), timeout=60)

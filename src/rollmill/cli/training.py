@@ -22,7 +22,7 @@ from rollmill.runtime.incarnation import Incarnation
 from rollmill.runtime.layout import ProcessLayout
 from rollmill.runtime.nursery import Nursery
 from rollmill.runtime.resume import first_incarnation, next_incarnation
-from rollmill.runtime.supervisor import RunEnd, Supervisor, hold_signals
+from rollmill.runtime.supervisor import RunEnd, Supervisor, signals_held
 from rollmill.telemetry.run_directory import RunDirectory
 from rollmill.telemetry.summary import check_books, render_summary
 
@@ -49,7 +49,11 @@ def train(
     if not as_json:
         for warning in planned.warnings:
             click.echo(f"warning: {warning}", err=True)
-    hold_signals()
+    with signals_held():
+        _run(loaded, resume_directory, as_json=as_json, nursery=nursery)
+
+
+def _run(loaded: LoadedConfig, resume_directory: str | None, *, as_json: bool, nursery: Nursery | None) -> None:
     directory, layout, incarnation = _open(loaded, resume_directory)
     for repair in incarnation.repairs:
         click.echo(f"warning: {repair}", err=True)

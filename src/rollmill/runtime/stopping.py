@@ -20,6 +20,8 @@ def stop_on_signals() -> Iterator[asyncio.Event]:
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, hear)
+    # A parent that holds signals back hands the block down, and then nothing would ever be heard.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGTERM, signal.SIGINT))
     try:
         yield stop
     finally:

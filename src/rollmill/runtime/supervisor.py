@@ -23,7 +23,7 @@ import selectors
 import shlex
 import signal
 import socket
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from types import FrameType
 
 import msgspec
@@ -68,9 +68,14 @@ MEASURE_EVERY_S = 3.0
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
-def hold_signals() -> None:
+@contextlib.contextmanager
+def signals_held() -> Iterator[None]:
     """Keep Ctrl-C and SIGTERM waiting until a `Supervisor` listens: neither cuts the making of a run in half."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 class RunEnd(msgspec.Struct, frozen=True, kw_only=True):

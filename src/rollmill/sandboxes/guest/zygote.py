@@ -273,6 +273,8 @@ def main() -> None:
     kernel.hide_command_line("sandbox-zygote")
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # a Ctrl-C is the owner's business: it quits by message
+    # What a sandbox runs must be open to every signal, whatever the owner holds back at this moment.
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
     os.setsid()
     os.chdir("/")
     try:
