@@ -35,7 +35,17 @@ class DirectoryImage(Record, tag="directory", frozen=True, kw_only=True):
     layers: tuple[str, ...]
 
 
-Image = HostImage | DirectoryImage
+class NamedImage(Record, tag="named", frozen=True, kw_only=True):
+    """An image that the backend knows by name: a registry's reference, or a template of a hosted service.
+
+    Attributes:
+        name: as the backend spells it.
+    """
+
+    name: str
+
+
+Image = HostImage | DirectoryImage | NamedImage
 
 
 _MIB = 1024**2
@@ -249,7 +259,7 @@ class FileInfo(Record, frozen=True, kw_only=True):
 
 
 class Capabilities(Record, frozen=True, kw_only=True):
-    """What a backend can do."""
+    """What a backend can do; `limits` names the fields of `Limits` that it holds to."""
 
     files_snapshot: bool = False
     full_snapshot: bool = False
@@ -265,6 +275,7 @@ class Capabilities(Record, frozen=True, kw_only=True):
     users: bool = False
     needs_root: bool = False
     max_lifetime_s: float | None = None
+    limits: tuple[str, ...] = Limits.__struct_fields__
 
 
 class SandboxStatus(Record, frozen=True, kw_only=True):

@@ -48,6 +48,7 @@ from rollmill.sandboxes.records import (
     DirectoryImage,
     Image,
     Lease,
+    NamedImage,
     SandboxSpec,
     SandboxState,
     SandboxStatus,
@@ -461,6 +462,8 @@ def _check_spec(spec: SandboxSpec) -> None:
 
 
 def _check_image(image: Image) -> None:
+    if isinstance(image, NamedImage):
+        raise ImageError(f"the image {image.name!r} is a name, and this backend takes directories; unpack it first")
     if not isinstance(image, DirectoryImage):
         return
     if not image.layers:
