@@ -213,9 +213,17 @@ class CreateUnknown(SandboxError):
 
 
 class ImageError(SandboxError):
-    """The image is unknown, broken or too large."""
+    """The image is unknown, broken or too large.
+
+    Attributes:
+        reason: what is wrong with it, as `rollmill.sandboxes.images.Refusal` spells it; empty where nobody said more.
+    """
 
     code = "sandbox_image"
+
+    def __init__(self, message: str, *, reason: str = "") -> None:
+        super().__init__(message)
+        self.reason = reason
 
 
 class SandboxDead(SandboxError):
