@@ -153,7 +153,8 @@ def _set_limits(plan: dict[str, Any]) -> None:
     """Set limits per process and, inside this user namespace, processes per user."""
     limits = plan["limits"]
     chosen = {
-        resource.RLIMIT_NPROC: limits["pids"],
+        # One above the group's bound, where there is one: the group then refuses first, and counts what it refuses.
+        resource.RLIMIT_NPROC: limits["pids"] + (1 if "pids" in plan["held"] else 0),
         resource.RLIMIT_NOFILE: limits["open_files"],
         resource.RLIMIT_CORE: 1,  # not 0: with 0 the kernel still runs a host's program for each crash
         resource.RLIMIT_RTPRIO: 0,

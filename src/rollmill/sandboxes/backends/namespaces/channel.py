@@ -124,6 +124,9 @@ class AgentChannel(asyncio.Protocol):
 
     Args:
         on_nonsense: called once if the agent breaks the protocol.
+
+    Attributes:
+        output_bytes: output of all programs so far, what was not kept included.
     """
 
     def __init__(self, *, on_nonsense: Callable[[str], None]) -> None:
@@ -134,6 +137,7 @@ class AgentChannel(asyncio.Protocol):
         self._failure: Exception | None = None
         self._waiting: dict[int, asyncio.Future[tuple[_Message, bytes]]] = {}
         self._jobs: dict[int, RunningJob] = {}
+        self.output_bytes = 0
         self.ready: asyncio.Future[tuple[str, ...]] = asyncio.get_running_loop().create_future()
         self.ready.add_done_callback(_look)
         self.closed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -234,6 +238,7 @@ class AgentChannel(asyncio.Protocol):
 
     def _on_job(self, job: RunningJob, message: _Message, payload: bytes) -> None:
         if message.op == "out" and message.stream in job.kept:
+            self.output_bytes += len(payload)
             job.take(message.stream, payload)
         elif message.op == "started":
             job.pid = message.pid
