@@ -69,6 +69,7 @@ class RunningJob:
         self.cap_bytes = cap_bytes
         self.pid = 0
         self.kept: dict[int, bytearray] = {1: bytearray(), 2: bytearray()}
+        self.received_bytes = 0
         self.chunks: list[tuple[int, bytes]] = []
         self.news = asyncio.Event()
         self.started: asyncio.Future[None] = loop.create_future()
@@ -126,7 +127,7 @@ class AgentChannel(asyncio.Protocol):
         on_nonsense: called once if the agent breaks the protocol.
 
     Attributes:
-        output_bytes: output of all programs so far, what was not kept included.
+        output_bytes: output of all programs so far; what their agent dropped is added at their end.
     """
 
     def __init__(self, *, on_nonsense: Callable[[str], None]) -> None:
@@ -239,6 +240,7 @@ class AgentChannel(asyncio.Protocol):
     def _on_job(self, job: RunningJob, message: _Message, payload: bytes) -> None:
         if message.op == "out" and message.stream in job.kept:
             self.output_bytes += len(payload)
+            job.received_bytes += len(payload)
             job.take(message.stream, payload)
         elif message.op == "started":
             job.pid = message.pid
@@ -246,6 +248,7 @@ class AgentChannel(asyncio.Protocol):
                 job.started.set_result(None)
         elif message.op == "exit":
             del self._jobs[job.number]
+            self.output_bytes += max(0, message.stdout_bytes + message.stderr_bytes - job.received_bytes)
             job.finish(message)
         elif message.op == "error":
             del self._jobs[job.number]
