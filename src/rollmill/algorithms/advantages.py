@@ -15,6 +15,7 @@ import numpy as np
 from rollmill.types import Outcome, raw_reward_of, shaped_reward_of
 
 AdvantageKind = Literal["grpo", "dr_grpo", "rloo"]
+SignalKind = Literal["raw_reward", "shaped_reward"]
 
 SIGNAL_TOLERANCE = 1e-6
 """Rewards closer than this (relative to the largest, at least 1) are equal: sums of floats differ by such noise."""
@@ -26,7 +27,7 @@ class GroupAdvantages(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         advantages: float32 [siblings]; 0 where the sibling stays out of the loss or the group has no signal.
         in_loss: bool [siblings]; False keeps the sibling out of baseline and loss.
-        has_signal: at least one advantage is meant to be non-zero; decided on raw rewards.
+        has_signal: at least one advantage is meant to be non-zero.
         unscored: siblings without a usable reward (unscored, infrastructure, cut, or a reward that is not finite).
         without_tokens: siblings with a reward but no trainable token.
     """
@@ -80,6 +81,7 @@ def group_advantages(
     *,
     kind: AdvantageKind,
     eps: float,
+    signal: SignalKind = "raw_reward",
     token_counts: Sequence[int] | None = None,
     permutation: np.ndarray | None = None,
 ) -> GroupAdvantages:
@@ -87,12 +89,14 @@ def group_advantages(
 
     Only `scored` and `policy_failed` outcomes with finite rewards and at least one trainable token enter the
     baseline: a false zero for a sibling that broke would shift everybody else. Whether there is signal is asked of the
-    raw rewards, because shaping (a length penalty) makes an all-wrong group look as if it had some.
+    raw rewards unless told otherwise: shaping (a length penalty) gives an all-wrong group one, which is no lesson in
+    being right.
 
     Args:
         outcomes: one per sibling; any number of siblings.
         kind: see `baseline_advantages`.
         eps: see `baseline_advantages`.
+        signal: rewards that must differ; with `raw_reward` the shaped ones must too.
         token_counts: trainable tokens of each sibling; `None` takes all as trainable.
         permutation: int [counting siblings]; reassigns rewards among those that count (control experiment).
     """
@@ -104,7 +108,7 @@ def group_advantages(
     if permutation is not None:
         raw, shaped = raw[permutation], shaped[permutation]
     # shaping may also cancel what the raw rewards tell apart: then no advantage is left either
-    has_signal = has_spread(raw) and has_spread(shaped)
+    has_signal = has_spread(shaped) and (signal == "shaped_reward" or has_spread(raw))
     advantages = np.zeros(len(outcomes), dtype=np.float32)
     if has_signal:
         advantages[in_loss] = baseline_advantages(shaped, kind=kind, eps=eps)

@@ -30,7 +30,7 @@ def close_group(
 
     Args:
         rollouts: all siblings at the close, in sibling order.
-        settings: kind of advantage and its epsilon.
+        settings: kind of advantage, its epsilon, and what counts as signal.
         optimizer_step_of: policy version -> optimizer step of its manifest.
         shuffle_seed: permutes the rewards among the siblings that count (control experiment); `None` does not.
     """
@@ -55,11 +55,13 @@ def _advantages(
     outcomes = [rollout.outcome for rollout in rollouts]
     tokens = [rollout.output_tokens for rollout in rollouts]
     kind, eps = settings.advantage, settings.advantage_eps
-    plain = group_advantages(outcomes, kind=kind, eps=eps, token_counts=tokens)
+    plain = group_advantages(outcomes, kind=kind, eps=eps, signal=settings.signal, token_counts=tokens)
     if shuffle_seed is None:
         return plain
     permutation = reward_permutation(int(plain.in_loss.sum()), seed=shuffle_seed)
-    return group_advantages(outcomes, kind=kind, eps=eps, token_counts=tokens, permutation=permutation)
+    return group_advantages(
+        outcomes, kind=kind, eps=eps, signal=settings.signal, token_counts=tokens, permutation=permutation
+    )
 
 
 def _verdict(result: GroupAdvantages) -> FilterVerdict:

@@ -339,6 +339,8 @@ def _horizon(config: RollmillConfig) -> Iterator[str]:
         if every > steps:
             yield f"{key} is {every} and run.steps is {steps}: none is made before the end."
     if config.trainer.warmup_steps >= steps:
+        if algorithm.signal != default.signal:
+            yield f'algorithm.signal has no effect while schedule.overlong is "{schedule.overlong}": nothing is shaped.'
         yield (
             f"trainer.warmup_steps is {config.trainer.warmup_steps} and run.steps is {steps}: the learning rate never "
             "reaches trainer.learning_rate."

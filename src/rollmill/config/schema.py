@@ -404,6 +404,9 @@ class AlgorithmSettings(Section):
     """Denominator of the loss: all tokens of the step, sequences of equal weight, or `batch * max_new_tokens`."""
     correction: Literal["none", "truncated_is", "masked_is", "clipped_is"] = knob("clipped_is")
     """Importance correction between behaviour and proximal policy: weights truncated at the cap, masked outside
+    signal: Literal["raw_reward", "shaped_reward"] = knob("raw_reward")
+    """Which rewards must differ inside a group for it to teach: the verifier's, or those with the length penalty, where
+    a group that is all wrong still teaches to be short. Differs only with `schedule.overlong = "soft_penalty"`."""
     [1 / cap, cap], or truncated and masked only where the advantage would push the policy further beyond it."""
     correction_cap: float = knob(2.0, raising="less bias, more variance", lowering="more bias, less variance", gt=0)
     """Truncation cap, and upper edge of the mask (the lower edge is its inverse)."""

@@ -78,12 +78,21 @@ def test_the_tolerance_grows_with_the_size_of_the_rewards() -> None:
     assert not has_spread(np.array([0.0, 9e-7]))
 
 
-def test_shaping_that_cancels_the_difference_leaves_no_signal() -> None:
+def test_an_all_wrong_group_has_signal_by_its_lengths_only_when_asked_for_shaped_rewards() -> None:
+    outcomes: list[Outcome] = [Scored(raw_reward=0.0, shaped_reward=shaped) for shaped in (-1.0, 0.0)]
+    assert not group_advantages(outcomes, kind="dr_grpo", eps=1e-4).has_signal
+    by_shaped = group_advantages(outcomes, kind="dr_grpo", eps=1e-4, signal="shaped_reward")
+    assert by_shaped.has_signal
+    assert by_shaped.advantages.tolist() == [-0.5, 0.5]
+
+
+def test_shaping_that_cancels_the_difference_leaves_no_signal_either_way() -> None:
     outcomes: list[Outcome] = [
         Scored(raw_reward=1.0, shaped_reward=0.0),
         Scored(raw_reward=0.0, shaped_reward=0.0),
     ]
     assert not group_advantages(outcomes, kind="grpo", eps=1e-4).has_signal
+    assert not group_advantages(outcomes, kind="grpo", eps=1e-4, signal="shaped_reward").has_signal
 
 
 @given(

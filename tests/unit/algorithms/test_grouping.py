@@ -102,3 +102,18 @@ def test_shuffled_rewards_move_among_siblings_that_count_and_leave_the_record_al
     winners = {int(np.argmax(group.advantages)) for group in shuffled}
     assert len(winners) > 2
     assert int(np.argmax(close(members, shuffle_seed=4).advantages)) == int(np.argmax(shuffled[4].advantages))
+
+
+def test_the_settings_say_which_rewards_must_differ() -> None:
+    outcomes = [Scored(raw_reward=0.0, shaped_reward=shaped) for shaped in (-1.0, 0.0)]
+    verdicts = [
+        close_group(
+            "g",
+            0,
+            [sibling(index, outcome) for index, outcome in enumerate(outcomes)],
+            settings=AlgorithmSettings(signal=signal),
+            optimizer_step_of=STEPS.__getitem__,
+        ).verdict
+        for signal in ("raw_reward", "shaped_reward")
+    ]
+    assert verdicts == [FilterVerdict.ZERO_ADVANTAGE, FilterVerdict.TRAINABLE]

@@ -107,6 +107,7 @@ def test_the_nearest_valid_values_pass(overrides):
         (["algorithm.clip_high=0.28"], 'clip_high has no effect while algorithm.correction is "clipped_is"'),
         (["algorithm.advantage=rloo", "algorithm.advantage_eps=0.1"], "advantage_eps has no effect"),
         (["schedule.overlong_penalty=2"], "overlong_penalty has no effect"),
+        (["algorithm.signal=shaped_reward"], "algorithm.signal has no effect"),
         (["algorithm.correction=none"], "max_staleness is 2"),
         (["trainer.checkpoint_every_steps=100"], "checkpoint_every_steps is 100 and run.steps is 40"),
         (["run.steps=2"], "warmup_steps is 2 and run.steps is 2"),
