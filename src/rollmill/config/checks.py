@@ -321,6 +321,8 @@ def _no_effect(config: RollmillConfig) -> Iterator[str]:
         for key in ("overlong_buffer_tokens", "overlong_penalty"):
             if getattr(schedule, key) != ScheduleSettings.model_fields[key].default:
                 yield f'schedule.{key} has no effect while schedule.overlong is "{schedule.overlong}".'
+        if algorithm.signal != default.signal:
+            yield f'algorithm.signal has no effect while schedule.overlong is "{schedule.overlong}": nothing is shaped.'
     if algorithm.correction == "none" and schedule.max_staleness > 0:
         yield (
             f'algorithm.correction is "none" and schedule.max_staleness is {schedule.max_staleness}: the clip alone '
@@ -339,8 +341,6 @@ def _horizon(config: RollmillConfig) -> Iterator[str]:
         if every > steps:
             yield f"{key} is {every} and run.steps is {steps}: none is made before the end."
     if config.trainer.warmup_steps >= steps:
-        if algorithm.signal != default.signal:
-            yield f'algorithm.signal has no effect while schedule.overlong is "{schedule.overlong}": nothing is shaped.'
         yield (
             f"trainer.warmup_steps is {config.trainer.warmup_steps} and run.steps is {steps}: the learning rate never "
             "reaches trainer.learning_rate."

@@ -393,6 +393,9 @@ class AlgorithmSettings(Section):
     """Group baseline: GRPO (divided by the standard deviation), Dr. GRPO (not divided), RLOO (leave one out)."""
     advantage_eps: float = knob(1e-4, raising="damps groups with little spread", lowering="amplifies them", gt=0)
     """Added to the standard deviation in GRPO."""
+    signal: Literal["raw_reward", "shaped_reward"] = knob("raw_reward")
+    """Which rewards must differ inside a group for it to teach: the verifier's, or those with the length penalty, where
+    a group that is all wrong still teaches to be short. Differs only with `schedule.overlong = "soft_penalty"`."""
     loss: Literal["ppo", "gspo", "dapo", "cispo"] = knob("ppo")
     """Surrogate: token-level PPO clip, sequence-level GSPO, DAPO clip-higher, or CISPO."""
     clip_low: float = knob(0.2, raising="larger steps down", lowering="smaller steps down", gt=0)
@@ -404,9 +407,6 @@ class AlgorithmSettings(Section):
     """Denominator of the loss: all tokens of the step, sequences of equal weight, or `batch * max_new_tokens`."""
     correction: Literal["none", "truncated_is", "masked_is", "clipped_is"] = knob("clipped_is")
     """Importance correction between behaviour and proximal policy: weights truncated at the cap, masked outside
-    signal: Literal["raw_reward", "shaped_reward"] = knob("raw_reward")
-    """Which rewards must differ inside a group for it to teach: the verifier's, or those with the length penalty, where
-    a group that is all wrong still teaches to be short. Differs only with `schedule.overlong = "soft_penalty"`."""
     [1 / cap, cap], or truncated and masked only where the advantage would push the policy further beyond it."""
     correction_cap: float = knob(2.0, raising="less bias, more variance", lowering="more bias, less variance", gt=0)
     """Truncation cap, and upper edge of the mask (the lower edge is its inverse)."""
