@@ -249,13 +249,16 @@ class Usage(Record, frozen=True, kw_only=True):
 
 
 class FileInfo(Record, frozen=True, kw_only=True):
-    """One entry of a directory; `kind` is `file`, `directory`, `link` or `other`."""
+    """One entry of a directory; `kind` is `file`, `directory`, `link` or `other`, `target` where a link points."""
 
     name: str
     kind: str
     size_bytes: int
     mode: int
     modified_s: float
+    uid: int = 0
+    gid: int = 0
+    target: str = ""
 
 
 class Capabilities(Record, frozen=True, kw_only=True):

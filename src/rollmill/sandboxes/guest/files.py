@@ -78,7 +78,7 @@ def list_dir(path: str) -> tuple[list[dict[str, Any]], bool]:
             if len(entries) == MOST_ENTRIES:
                 return sorted(entries, key=_name), True
             try:
-                entries.append(_describe(entry.name, entry.stat(follow_symlinks=False)))
+                entries.append(_describe(entry.path, entry.stat(follow_symlinks=False)))
             except FileNotFoundError:
                 continue  # removed meanwhile
     return sorted(entries, key=_name), False
@@ -88,9 +88,14 @@ def _name(entry: dict[str, Any]) -> str:
     return entry["name"]
 
 
-def _describe(name: str, found: os.stat_result) -> dict[str, Any]:
+def _describe(path: str, found: os.stat_result) -> dict[str, Any]:
     kind = next((word for test, word in _KINDS if test(found.st_mode)), "other")
-    # A name need not be text: what does not decode is shown with replacement marks.
-    shown = name.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
-    return {"name": shown, "kind": kind, "size_bytes": found.st_size, "mode": stat.S_IMODE(found.st_mode),
-            "modified_s": found.st_mtime}  # fmt: skip
+    target = os.readlink(path) if kind == "link" else ""
+    return {"name": _shown(os.path.basename(path)), "kind": kind, "size_bytes": found.st_size,
+            "mode": stat.S_IMODE(found.st_mode), "modified_s": found.st_mtime, "uid": found.st_uid,
+            "gid": found.st_gid, "target": _shown(target)}  # fmt: skip
+
+
+def _shown(name: str) -> str:
+    """Return a name as text: it need not be any, and what does not decode is shown with replacement marks."""
+    return name.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
