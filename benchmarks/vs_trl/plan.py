@@ -3,8 +3,7 @@
 Phases
 
     pilot     how TRL is fastest on this machine: threads, precision, micro-batch, continuous batching
-    equal     both sides with equal hyper-parameters, each seed in turn: TRL, Rollmill (groups without signal replaced),
-              Rollmill (batch shrunk instead)
+    equal     both sides with equal hyper-parameters, each seed in turn: TRL, then Rollmill for each of `KINDS`
     search    both sides over the grid, on a seed that is not reported
     best      each side with what the search found best, each seed in turn; runs that `equal` has already are reused
 """
@@ -30,6 +29,16 @@ SEARCH_SEEDS = (100,)
 PILOT_STEPS = 4
 PILOT_LIMIT_S = 240.0
 """A mode whose pilot takes longer is not the fastest: a CPU that emulates bfloat16 needs minutes for a step."""
+
+KINDS = ("shaped", "replace", "shrink")
+"""What Rollmill takes for signal, and does with a group that has none.
+
+    shaped    signal is a difference of rewards with the length penalty, as in TRL, which trains on every group
+    replace   signal is a difference of verdicts; a group without it is replaced by another
+    shrink    the same, and the batch gets smaller instead
+"""
+BEST_KIND = "shaped"
+"""What the search and the runs with the best setting use."""
 
 VERDICT = ("accuracy", "low", "high", "n", "mean_tokens")
 """What an evaluation says; its own time is not part of it."""
@@ -85,6 +94,7 @@ class Item:
     setting: Setting
     seed: int
     zero_advantage: str = "replace"
+    """One of `KINDS`; TRL has none of them, and its runs say `replace`."""
     mode: TrlMode | None = None
     steps: int = PILOT_STEPS
 
@@ -101,7 +111,7 @@ class Item:
 
 def steps_cap(side: str, setting: Setting, *, zero_advantage: str = "replace") -> int:
     """Return the last optimizer step of a run; a run that has not reached the target by then is censored there."""
-    slowest = {"trl": 80, "replace": 20, "shrink": 30}["trl" if side == "trl" else zero_advantage]
+    slowest = {"trl": 80, "shaped": 20, "replace": 20, "shrink": 30}["trl" if side == "trl" else zero_advantage]
     return slowest if setting.learning_rate <= EQUAL.learning_rate else slowest * 3 // 4
 
 
@@ -125,7 +135,7 @@ def pilot_items() -> list[Item]:
     return [Item(phase="pilot", side="trl", setting=EQUAL, seed=SEARCH_SEEDS[0], mode=mode) for mode in PILOTS]
 
 
-def ours(phase: str, setting: Setting, seed: int, *, zero_advantage: str = "replace") -> Item:
+def ours(phase: str, setting: Setting, seed: int, *, zero_advantage: str = BEST_KIND) -> Item:
     """Return a run of Rollmill."""
     cap = steps_cap("rollmill", setting, zero_advantage=zero_advantage)
     return Item(phase=phase, side="rollmill", setting=setting, seed=seed, zero_advantage=zero_advantage, steps=cap)
@@ -147,12 +157,12 @@ def plan(runs: Sequence[Record]) -> list[Item]:
     for seed in SEEDS:
         items += [
             theirs("equal", EQUAL, seed, mode=mode),
-            ours("equal", EQUAL, seed),
-            ours("equal", EQUAL, seed, zero_advantage="shrink"),
+            *(ours("equal", EQUAL, seed, zero_advantage=kind) for kind in KINDS),
         ]
     for seed in SEARCH_SEEDS:
         for setting in GRID:
-            items += [theirs("search", setting, seed, mode=mode), ours("search", setting, seed)]
+            items.append(theirs("search", setting, seed, mode=mode))
+            items.append(ours("search", setting, seed))
     best_of = {side: best_setting(runs, side=side) for side in ("trl", "rollmill")}
     for seed in SEEDS:
         if (setting := best_of["trl"]) is not None:
@@ -242,6 +252,8 @@ def minutes(item: Item, runs: Sequence[Record]) -> float:
     if item.phase == "pilot":
         return 4.0
     rollouts = item.setting.prompts_per_step * item.setting.group_size
-    per_rollout_s = {"trl": 0.8, "replace": 0.25, "shrink": 0.16}["trl" if item.side == "trl" else item.zero_advantage]
+    per_rollout_s = {"trl": 0.8, "shaped": 0.2, "replace": 0.25, "shrink": 0.16}[
+        "trl" if item.side == "trl" else item.zero_advantage
+    ]
     evaluation_s = 20.0 * item.steps / EVALUATE_EVERY
     return (30.0 + item.steps * rollouts * per_rollout_s + evaluation_s) / 60

@@ -57,7 +57,7 @@ def pairs(runs: Sequence[Record], *, theirs: str, ours: str, kind: str, target: 
 
     Args:
         theirs, ours: names of the settings.
-        kind: what Rollmill did with groups without signal.
+        kind: one of `plan.KINDS`.
     """
     found: list[Record] = []
     for seed in plan.SEEDS:
@@ -68,7 +68,7 @@ def pairs(runs: Sequence[Record], *, theirs: str, ours: str, kind: str, target: 
     return found
 
 
-def _find(runs: Sequence[Record], *, side: str, setting: str, seed: int, kind: str = "replace") -> Record | None:
+def _find(runs: Sequence[Record], *, side: str, setting: str, seed: int, kind: str = "") -> Record | None:
     return next(
         (
             run
@@ -77,19 +77,19 @@ def _find(runs: Sequence[Record], *, side: str, setting: str, seed: int, kind: s
             and not run.get("failed")
             and run["points"]
             and (run["side"], run["setting"]["name"], run["seed"]) == (side, setting, seed)
-            and run["zero_advantage"] == kind
+            and (side == "trl" or run["zero_advantage"] == kind)
         ),
         None,
     )
 
 
 def cases(runs: Sequence[Record]) -> dict[str, tuple[str, str, str]]:
-    """Return what is compared: name -> TRL's setting, Rollmill's setting, what Rollmill does without signal."""
+    """Return what is compared: name -> TRL's setting, Rollmill's setting, one of `plan.KINDS`."""
     equal = plan.EQUAL.name
-    found = {"": (equal, equal, "replace"), "_shrink": (equal, equal, "shrink")}
+    found = {"": (equal, equal, "shaped"), "_replace": (equal, equal, "replace"), "_shrink": (equal, equal, "shrink")}
     best = {side: plan.best_setting(runs, side=side) for side in ("trl", "rollmill")}
     if best["trl"] is not None and best["rollmill"] is not None:
-        found["_best"] = (best["trl"].name, best["rollmill"].name, "replace")
+        found["_best"] = (best["trl"].name, best["rollmill"].name, plan.BEST_KIND)
     return found
 
 
@@ -153,9 +153,9 @@ def memory_ratio(runs: Sequence[Record]) -> float | None:
         side: [
             run["peak_pss_bytes"]
             for run in runs
-            if run["phase"] == "equal" and run["side"] == side and run["zero_advantage"] == "replace"
+            if run["phase"] == "equal" and run["side"] == side and run["zero_advantage"] == kind
         ]
-        for side in ("trl", "rollmill")
+        for side, kind in (("trl", "replace"), ("rollmill", plan.BEST_KIND))
     }
     if not all(peaks.values()):
         return None
@@ -221,8 +221,9 @@ def _short(run: Record) -> Record:
 def section(found: Record) -> str:
     """Return the figures as Markdown."""
     titles = {
-        "": "equal hyper-parameters, groups without signal replaced",
-        "_shrink": "equal hyper-parameters, batch shrunk instead",
+        "": "equal hyper-parameters, signal by the shaped reward as in TRL",
+        "_replace": "equal hyper-parameters, signal by the verdict, groups without it replaced",
+        "_shrink": "equal hyper-parameters, signal by the verdict, batch shrunk instead",
         "_best": "each side's best of the grid",
     }
     lines = [

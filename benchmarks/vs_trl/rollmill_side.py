@@ -67,7 +67,8 @@ def differences(item: Item, *, folder: Path) -> list[str]:
         f"trainer.learning_rate={item.setting.learning_rate}",
         f"schedule.batch_groups={item.setting.prompts_per_step}",
         f"schedule.group_size={item.setting.group_size}",
-        f"schedule.zero_advantage={item.zero_advantage}",
+        f"schedule.zero_advantage={'shrink' if item.zero_advantage == 'shrink' else 'replace'}",
+        f"algorithm.signal={'shaped_reward' if item.zero_advantage == 'shaped' else 'raw_reward'}",
         # evaluated afterwards; TRL writes no checkpoints either
         "evaluation.at_start=false",
         "evaluation.at_end=false",
