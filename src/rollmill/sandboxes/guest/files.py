@@ -12,6 +12,8 @@ from typing import Any
 from rollmill.sandboxes.guest.jobs import User
 
 MOST_ENTRIES = 10_000
+# Of names and targets in one list. As JSON they take six times as much at most, and a reply has 8 MiB.
+MOST_NAME_BYTES = 1024 * 1024
 _KINDS = ((stat.S_ISREG, "file"), (stat.S_ISDIR, "directory"), (stat.S_ISLNK, "link"))
 
 
@@ -73,14 +75,16 @@ def _make_parents(directory: str, owner: User) -> None:
 def list_dir(path: str) -> tuple[list[dict[str, Any]], bool]:
     """Return the entries of a directory by name, and whether some were left out."""
     entries: list[dict[str, Any]] = []
+    room = MOST_NAME_BYTES
     with os.scandir(path) as found:
         for entry in found:
-            if len(entries) == MOST_ENTRIES:
+            if len(entries) == MOST_ENTRIES or room < 0:
                 return sorted(entries, key=_name), True
             try:
                 entries.append(_describe(entry.path, entry.stat(follow_symlinks=False)))
             except FileNotFoundError:
                 continue  # removed meanwhile
+            room -= len(entries[-1]["name"]) + len(entries[-1]["target"])
     return sorted(entries, key=_name), False
 
 
