@@ -152,6 +152,10 @@ class NamespaceProvider:
             await self._put_down(sandbox)
             raise
 
+    def alive(self) -> tuple[NamespaceSandbox, ...]:
+        """Return those that live, or are being started or ended."""
+        return tuple(self._alive.values())
+
     async def attach(self, id: str) -> NamespaceSandbox:
         """Return a sandbox that lives and is this provider's."""
         if (sandbox := self._alive.get(id)) is not None:
