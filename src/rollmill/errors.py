@@ -24,6 +24,7 @@ Two branches. The user can fix a `UserError`; a `Fault` is something that failed
         |-- EnvironmentFault           the environment or its sandbox failed
         |-- SandboxError               a sandbox or its provider failed
         |   |-- SandboxRetryable       the provider has no room now; try again later
+        |   |   `-- SandboxNotAdmitted  no sandbox became free or ready before the deadline
         |   |-- CreateUnknown          a creation was cut off: the sandbox may exist, to be looked up by its id
         |   |-- ImageError             the image is unknown, broken or too large
         |   |-- SandboxDead            the sandbox has ended, with the reason
@@ -196,6 +197,22 @@ class SandboxRetryable(SandboxError):
     def __init__(self, message: str, *, after_s: float) -> None:
         super().__init__(message)
         self.after_s = after_s
+
+
+class SandboxNotAdmitted(SandboxRetryable):
+    """A pool had no sandbox for this caller before its deadline, or could see that it would not.
+
+    Attributes:
+        waiting_for: what it waited for last, as `Waiting` of `rollmill.sandboxes.admission` spells it.
+        position: its place among those who waited, 0 if its sandbox was being made.
+    """
+
+    code = "sandbox_not_admitted"
+
+    def __init__(self, message: str, *, after_s: float, waiting_for: str, position: int = 0) -> None:
+        super().__init__(message, after_s=after_s)
+        self.waiting_for = waiting_for
+        self.position = position
 
 
 class CreateUnknown(SandboxError):
