@@ -18,6 +18,7 @@ from rollmill.errors import WeightError, WeightMismatch
 from rollmill.generator.engines.embedded.budget import MemoryParts, plan_kv
 from rollmill.generator.engines.embedded.core import EngineCore
 from rollmill.generator.engines.embedded.engine import EmbeddedEngine
+from rollmill.generator.engines.embedded.host_tier import HostTier
 from rollmill.generator.engines.embedded.kv import BLOCK_TOKENS, KvCache
 from rollmill.generator.engines.embedded.linears import KernelChoice
 from rollmill.generator.engines.embedded.model import Quantization, ServedModel
@@ -96,6 +97,7 @@ class SteppedEngine:
         max_num_seqs: int = 8,
         max_num_batched_tokens: int = 512,
         kv_blocks: int | None = None,
+        tier_blocks: int | None = None,
         max_wait_s: float = 0.0,
         speculator: Speculator | None = None,
         dtype: str = "float32",
@@ -119,6 +121,13 @@ class SteppedEngine:
             parts=MemoryParts(weights=0, activations=0),
             kv_cache_memory_bytes=None if kv_blocks is None else kv_blocks + MAX_LEN // BLOCK_TOKENS,
         )
+        block_bytes = served.block_bytes(BLOCK_TOKENS)
+        tier = None
+        if tier_blocks is not None:
+            nbytes = tier_blocks * block_bytes
+            tier = HostTier(
+                folder / "tier", nbytes=nbytes, block_bytes=block_bytes, block_tokens=BLOCK_TOKENS, clock=self.clock
+            )
         self.core = EngineCore(
             served,
             policy_version=1,
@@ -126,7 +135,7 @@ class SteppedEngine:
             max_num_seqs=max_num_seqs,
             max_model_len=MAX_LEN,
             max_num_batched_tokens=max_num_batched_tokens,
-            kv=KvCache(served, budget=budget),
+            kv=KvCache(served, budget=budget, tier=tier),
             max_wait_s=max_wait_s,
             speculator=speculator,
             clock=self.clock,

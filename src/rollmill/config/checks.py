@@ -266,6 +266,7 @@ def _engine(config: RollmillConfig) -> Iterator[str]:
             f"generator.max_num_batched_tokens {generator.max_num_seqs}, or generator.max_num_seqs "
             f"{generator.max_num_batched_tokens}."
         )
+    yield from _host_kv(config)
     if generator.quantization == "int8" and generator.kernels == "torch":
         yield (
             'generator.quantization is "int8" and generator.kernels is "torch": only the compiled kernels multiply '
@@ -276,6 +277,23 @@ def _engine(config: RollmillConfig) -> Iterator[str]:
             f'run.deterministic is true and generator.engine is "{engine}": what it samples depends on which requests '
             f"share a pass. Engines that can: {', '.join(WITH_WAVES)}. Nearest valid values: generator.engine "
             '"embedded", or run.deterministic false.'
+        )
+
+
+def _host_kv(config: RollmillConfig) -> Iterator[str]:
+    generator = config.generator
+    nbytes, folder = generator.host_kv_bytes, generator.host_kv_directory
+    if (nbytes is None) != (folder is None):
+        yield (
+            f"generator.host_kv_bytes is {nbytes} and generator.host_kv_directory is {folder!r}: the tier is a file, and "
+            "needs a size and a place. Nearest valid values: for example generator.host_kv_bytes 2000000000 with a "
+            "folder on a disk, or leave both out."
+        )
+    if nbytes is not None and not generator.enable_prefix_caching:
+        yield (
+            f"generator.host_kv_bytes is {nbytes} and generator.enable_prefix_caching is false: no KV outlives its "
+            "request, so the tier would hold none. Nearest valid values: generator.enable_prefix_caching true, or "
+            "leave generator.host_kv_bytes out."
         )
 
 

@@ -20,6 +20,8 @@ OBEYED_BY: dict[str, tuple[str, ...]] = {
     "gpu_memory_utilization": ("vllm", "sglang"),
     "speculation": ("embedded",),
     "enable_prefix_caching": ("embedded", "vllm", "sglang"),
+    "host_kv_bytes": ("embedded",),
+    "host_kv_directory": ("embedded",),
     "kv_cache_dtype": ("vllm", "sglang"),
     "tensor_parallel_size": ("vllm", "sglang"),
     "data_parallel_size": ("vllm",),

@@ -294,6 +294,17 @@ class GeneratorSettings(Section):
     """Share of a GPU's memory that a replica may take, weights included. Without a GPU it says nothing."""
     enable_prefix_caching: bool = knob(True)
     """Keep the KV of prompts so that equal beginnings are computed once; its keys hold the policy version."""
+    host_kv_bytes: int | None = knob(
+        None,
+        unit="bytes",
+        raising="more idle sessions are kept",
+        lowering="less disk, more prompts computed anew",
+        ge=1,
+    )
+    """Size of a file that takes the KV of idle sessions and of suspended sequences when its memory is needed, and gives
+    it back where reading is measured to be cheaper than computing. `None` forgets that KV. Of each replica."""
+    host_kv_directory: str | None = knob(None)
+    """Folder of that file, on a disk: needed with `host_kv_bytes`. The file has no name and ends with its replica."""
     speculation: Literal["off", "ngram"] = knob("off")
     """`ngram` guesses that what followed the last tokens before, in the prompt, the answer or a sibling's, follows
     again, and checks the guess in the same pass: the tokens are those of `off`, to the last one. It guesses only where

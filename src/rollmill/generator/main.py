@@ -148,6 +148,8 @@ def build_engine(
         kv_cache_memory_bytes=more.kv_cache_memory_bytes,
         memory_limit_bytes=more.memory_limit_bytes,
         enable_prefix_caching=more.enable_prefix_caching,
+        host_kv_bytes=more.host_kv_bytes,
+        host_kv_directory=more.host_kv_directory,
         stage_weights=more.stage_weights,
         speculation=more.speculation,
         quantization=more.quantization,

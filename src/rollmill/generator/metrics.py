@@ -56,6 +56,18 @@ METRICS: dict[str, tuple[Kind, str]] = {
     "rollmill_preemptions_total": ("counter", "Sequences whose KV was given up before their end."),
     "rollmill_guessed_tokens_total": ("counter", "Tokens guessed by speculative decoding."),
     "rollmill_accepted_tokens_total": ("counter", "Guessed tokens that were drawn."),
+    "rollmill_host_kv_used_bytes": ("gauge", "Bytes in use on the host tier of KV; absent without one."),
+    "rollmill_host_kv_capacity_bytes": ("gauge", "Bytes that the host tier of KV may use."),
+    "rollmill_host_kv_lookups_total": (
+        "counter",
+        "Prompts of sessions and of suspended sequences: hit if KV came back from the host tier, miss if none did.",
+    ),
+    "rollmill_host_kv_moved_bytes_total": ("counter", "KV moved: stored on the host tier, or restored from it."),
+    "rollmill_host_kv_evictions_total": ("counter", "Pieces of KV that the host tier gave up for newer ones."),
+    "rollmill_host_kv_damaged_total": (
+        "counter",
+        "Pieces of KV that the host tier could not write, or read back whole.",
+    ),
     "rollmill_engine_seconds_total": ("counter", "Where the engine's time went, by cause; they sum to wall time."),
     "rollmill_inference_gpu_util": ("gauge", "Share of time in which a GPU computed, 0 to 1; absent without a GPU."),
     "rollmill_policy_version": ("gauge", "Policy version that is served."),
@@ -256,6 +268,15 @@ class ReplicaMetrics:
             "weight_load_seconds": ("phase", self._load_s),
             "replica_state": ("state", {s.value: int(s is self._replica.standing.state) for s in ReplicaState}),
         }
+        if load.host_kv is not None:
+            tier = load.host_kv
+            for name in ("used_bytes", "capacity_bytes"):
+                plain[f"host_kv_{name}"] = getattr(tier, name)
+            for name in ("evictions", "damaged"):
+                plain[f"host_kv_{name}_total"] = getattr(tier, name)
+            labelled["host_kv_lookups_total"] = ("outcome", {"hit": tier.hits, "miss": tier.misses})
+            moved = {"stored": tier.stored_bytes, "restored": tier.restored_bytes}
+            labelled["host_kv_moved_bytes_total"] = ("direction", moved)
         of_info = {"engine": info.kind, "model": info.model, "dtype": info.dtype}
         found: dict[str, list[tuple[dict[str, str], Any]]] = {name: [] for name in METRICS}
         found["rollmill_replica_info"].append((of_info, 1))

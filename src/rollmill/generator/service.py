@@ -348,6 +348,7 @@ class InferenceService:
             max_model_len=info.max_model_len,
             dtype=info.dtype,
             finished_turns=self._finished_turns,
+            host_kv=load.host_kv,
         )
 
 

@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 
 from rollmill.errors import DataError, LengthMismatch
+from rollmill.generator.engines.protocol import HostKvLoad
 from rollmill.generator.engines.sequence import spans_of
 from rollmill.generator.proto import policy_inference_pb2 as pb
 from rollmill.generator.state import ReplicaState
@@ -91,6 +92,7 @@ class ReplicaStatus(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: int
     dtype: str
     finished_turns: int = 0
+    host_kv: HostKvLoad | None = None
 
 
 # -- generate
@@ -413,10 +415,15 @@ def report_from_message(message: pb.LoadWeightsReply) -> LoadReport:
 
 def status_to_message(status: ReplicaStatus) -> pb.StatusReply:
     """Return the message of a status."""
-    return pb.StatusReply(**{**msgspec.structs.asdict(status), "state": status.state.value})
+    tier = None if status.host_kv is None else pb.HostKv(**msgspec.structs.asdict(status.host_kv))
+    return pb.StatusReply(**{**msgspec.structs.asdict(status), "state": status.state.value, "host_kv": tier})
 
 
 def status_from_message(message: pb.StatusReply) -> ReplicaStatus:
     """Return the status of a message."""
     fields = {name: getattr(message, name) for name in ReplicaStatus.__struct_fields__}
-    return ReplicaStatus(**{**fields, "state": ReplicaState(message.state), "seconds": dict(message.seconds)})
+    tier = None
+    if message.HasField("host_kv"):
+        tier = HostKvLoad(**{name: getattr(message.host_kv, name) for name in HostKvLoad.__struct_fields__})
+    made = {"state": ReplicaState(message.state), "seconds": dict(message.seconds), "host_kv": tier}
+    return ReplicaStatus(**{**fields, **made})

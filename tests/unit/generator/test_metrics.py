@@ -16,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from rollmill.clock import VirtualClock
 from rollmill.errors import DataError, EngineError, RollmillError, WeightError
 from rollmill.generator.engines.fake import FakeEngine
-from rollmill.generator.engines.protocol import EngineLoad
+from rollmill.generator.engines.protocol import EngineLoad, HostKvLoad
 from rollmill.generator.loading import Replica
 from rollmill.generator.metrics import ALIASES, METRICS, LastKnown, ReplicaMetrics
 from rollmill.generator.service import InferenceService
@@ -25,6 +25,18 @@ from rollmill.generator.wire import LoadReport
 from rollmill.types import GenerateRequest, SamplingParams, StopReason, Turn, TurnTimings, VersionSpan
 
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
+
+
+TIER = HostKvLoad(
+    used_bytes=64,
+    capacity_bytes=256,
+    hits=5,
+    misses=2,
+    evictions=3,
+    damaged=1,
+    stored_bytes=4096,
+    restored_bytes=1024,
+)
 
 
 class LoadedEngine(FakeEngine):
@@ -275,7 +287,7 @@ def test_the_names_of_vllm_can_be_left_out():
 
 def test_everything_that_is_exported_is_in_the_table_and_nothing_else():
     rig = Rig(aliases=False, newest_version=lambda: 1)
-    rig.report(decode_passes=1)
+    rig.report(decode_passes=1, host_kv=TIER)
     families = list(text_string_to_metric_families(rig.metrics.render().decode()))
     # The text form names a counter with its ending; the parser takes it off again.
     exported = {f.name + "_total" if f.type == "counter" else f.name for f in families}
@@ -283,6 +295,22 @@ def test_everything_that_is_exported_is_in_the_table_and_nothing_else():
     assert {f.name + ("_total" if f.type == "counter" else ""): (f.type, f.documentation) for f in families} == {
         name: METRICS[name] for name in exported
     }
+
+
+def test_the_host_tier_is_shown_where_there_is_one():
+    rig = Rig()
+    assert not [name for name, _ in rig.read() if "host_kv" in name]
+    rig.report(host_kv=TIER)
+    samples = rig.read()
+    shown = {
+        name: of(samples, f"rollmill_host_kv_{name}")
+        for name in ("used_bytes", "capacity_bytes", "evictions_total", "damaged_total")
+    }
+    assert shown == {"used_bytes": 64, "capacity_bytes": 256, "evictions_total": 3, "damaged_total": 1}
+    assert of(samples, "rollmill_host_kv_lookups_total", outcome="hit") == 5
+    assert of(samples, "rollmill_host_kv_lookups_total", outcome="miss") == 2
+    assert of(samples, "rollmill_host_kv_moved_bytes_total", direction="stored") == 4096
+    assert of(samples, "rollmill_host_kv_moved_bytes_total", direction="restored") == 1024
 
 
 def test_the_page_does_not_grow_with_requests():

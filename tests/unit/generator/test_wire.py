@@ -7,6 +7,7 @@ import pytest
 
 from rollmill.errors import DataError, LengthMismatch
 from rollmill.generator import wire
+from rollmill.generator.engines.protocol import HostKvLoad
 from rollmill.generator.proto import policy_inference_pb2 as pb
 from rollmill.generator.state import ReplicaState
 from rollmill.types import (
@@ -84,7 +85,20 @@ def test_a_load_report_says_whether_a_canary_was_compared(difference):
     assert wire.report_from_message(over_the_wire(wire.report_to_message(report))) == report
 
 
-def test_a_status_comes_back_equal():
+TIER = HostKvLoad(
+    used_bytes=1,
+    capacity_bytes=2,
+    hits=3,
+    misses=4,
+    evictions=5,
+    damaged=6,
+    stored_bytes=7,
+    restored_bytes=8,
+)
+
+
+@pytest.mark.parametrize("host_kv", [None, TIER])
+def test_a_status_comes_back_equal(host_kv):
     status = wire.ReplicaStatus(
         state=ReplicaState.DIRTY,
         reason="canary",
@@ -103,6 +117,7 @@ def test_a_status_comes_back_equal():
         max_model_len=10,
         dtype="float32",
         finished_turns=11,
+        host_kv=host_kv,
     )
     assert wire.status_from_message(over_the_wire(wire.status_to_message(status))) == status
 

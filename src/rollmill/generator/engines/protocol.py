@@ -57,6 +57,30 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     kv_budget: str = ""
 
 
+class HostKvLoad(msgspec.Struct, frozen=True, kw_only=True):
+    """What a second tier of KV, beside the engine's own, holds and did.
+
+    Attributes:
+        used_bytes: of the places that hold something.
+        capacity_bytes: of all places.
+        hits: prompts that got KV back from it.
+        misses: prompts of sessions and of suspended sequences that got none: nothing was there, or it did not pay.
+        evictions: pieces given up for newer ones.
+        damaged: pieces that could not be written, or were not read as they had been written.
+        stored_bytes: written.
+        restored_bytes: read back.
+    """
+
+    used_bytes: int
+    capacity_bytes: int
+    hits: int
+    misses: int
+    evictions: int
+    damaged: int
+    stored_bytes: int
+    restored_bytes: int
+
+
 class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
     """How busy the engine is, and where its seconds went.
 
@@ -67,6 +91,7 @@ class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
         preemptions: sequences whose KV was given up before their end.
         guessed_tokens: of speculative decoding.
         accepted_tokens: of those, how many were drawn; their share is the acceptance rate.
+        host_kv: of an engine that has a second tier of KV.
     """
 
     running: int
@@ -84,6 +109,7 @@ class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
     preemptions: int = 0
     guessed_tokens: int = 0
     accepted_tokens: int = 0
+    host_kv: HostKvLoad | None = None
 
 
 class UpdateReport(msgspec.Struct, frozen=True, kw_only=True):

@@ -39,6 +39,7 @@ class Sequence:
         "prompt",
         "prompt_key",
         "request",
+        "restored_tokens",
     )
 
     def __init__(
@@ -62,7 +63,7 @@ class Sequence:
         self.prefill_started_s: float | None = None
         self.first_token_s: float | None = None
         self.prefill_s = 0.0
-        self.cached_tokens = 0
+        self.cached_tokens = self.restored_tokens = 0
         self._output = np.empty(self.capacity, dtype=np.int32)
         self._logprobs = np.empty(self.capacity, dtype=np.float32)
         self._versions = np.empty(self.capacity, dtype=np.int64)

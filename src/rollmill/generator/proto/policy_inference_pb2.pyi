@@ -269,7 +269,7 @@ class StatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class StatusReply(_message.Message):
-    __slots__ = ("state", "reason", "policy_version", "digest", "running", "waiting", "kv_used_tokens", "kv_capacity_tokens", "output_tokens", "prefill_tokens", "cached_tokens", "wall_s", "seconds", "max_num_seqs", "max_model_len", "dtype", "finished_turns", "replicas")
+    __slots__ = ("state", "reason", "policy_version", "digest", "running", "waiting", "kv_used_tokens", "kv_capacity_tokens", "output_tokens", "prefill_tokens", "cached_tokens", "wall_s", "seconds", "max_num_seqs", "max_model_len", "dtype", "finished_turns", "replicas", "host_kv")
     class SecondsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -295,6 +295,7 @@ class StatusReply(_message.Message):
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     FINISHED_TURNS_FIELD_NUMBER: _ClassVar[int]
     REPLICAS_FIELD_NUMBER: _ClassVar[int]
+    HOST_KV_FIELD_NUMBER: _ClassVar[int]
     state: str
     reason: str
     policy_version: int
@@ -313,7 +314,28 @@ class StatusReply(_message.Message):
     dtype: str
     finished_turns: int
     replicas: _containers.RepeatedCompositeFieldContainer[FleetMember]
-    def __init__(self, state: _Optional[str] = ..., reason: _Optional[str] = ..., policy_version: _Optional[int] = ..., digest: _Optional[str] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., kv_used_tokens: _Optional[int] = ..., kv_capacity_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., prefill_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., wall_s: _Optional[float] = ..., seconds: _Optional[_Mapping[str, float]] = ..., max_num_seqs: _Optional[int] = ..., max_model_len: _Optional[int] = ..., dtype: _Optional[str] = ..., finished_turns: _Optional[int] = ..., replicas: _Optional[_Iterable[_Union[FleetMember, _Mapping]]] = ...) -> None: ...
+    host_kv: HostKv
+    def __init__(self, state: _Optional[str] = ..., reason: _Optional[str] = ..., policy_version: _Optional[int] = ..., digest: _Optional[str] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., kv_used_tokens: _Optional[int] = ..., kv_capacity_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., prefill_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., wall_s: _Optional[float] = ..., seconds: _Optional[_Mapping[str, float]] = ..., max_num_seqs: _Optional[int] = ..., max_model_len: _Optional[int] = ..., dtype: _Optional[str] = ..., finished_turns: _Optional[int] = ..., replicas: _Optional[_Iterable[_Union[FleetMember, _Mapping]]] = ..., host_kv: _Optional[_Union[HostKv, _Mapping]] = ...) -> None: ...
+
+class HostKv(_message.Message):
+    __slots__ = ("used_bytes", "capacity_bytes", "hits", "misses", "evictions", "damaged", "stored_bytes", "restored_bytes")
+    USED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    CAPACITY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    HITS_FIELD_NUMBER: _ClassVar[int]
+    MISSES_FIELD_NUMBER: _ClassVar[int]
+    EVICTIONS_FIELD_NUMBER: _ClassVar[int]
+    DAMAGED_FIELD_NUMBER: _ClassVar[int]
+    STORED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    RESTORED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    used_bytes: int
+    capacity_bytes: int
+    hits: int
+    misses: int
+    evictions: int
+    damaged: int
+    stored_bytes: int
+    restored_bytes: int
+    def __init__(self, used_bytes: _Optional[int] = ..., capacity_bytes: _Optional[int] = ..., hits: _Optional[int] = ..., misses: _Optional[int] = ..., evictions: _Optional[int] = ..., damaged: _Optional[int] = ..., stored_bytes: _Optional[int] = ..., restored_bytes: _Optional[int] = ...) -> None: ...
 
 class FleetMember(_message.Message):
     __slots__ = ("replica", "state", "reason", "policy_version", "digest", "in_flight", "others", "places", "kv_use", "loading", "jobs")

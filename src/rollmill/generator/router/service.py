@@ -243,6 +243,9 @@ class RouterService:
         for status in statuses:
             for cause, seconds in status.seconds.items():
                 found.seconds[cause] += seconds
+            if status.HasField("host_kv"):
+                for field, value in status.host_kv.ListFields():
+                    setattr(found.host_kv, field.name, getattr(found.host_kv, field.name) + value)
         found.replicas.extend(
             pb.FleetMember(
                 replica=one.name,

@@ -108,6 +108,15 @@ class BlockPool:
         """Copy tokens `start` to `stop` of one block into the same places of another, in all layers."""
         self._kv[:, :, target, :, start:stop] = self._kv[:, :, source, :, start:stop]
 
+    def read(self, block: int, *, tokens: int) -> np.ndarray:
+        """Return uint8 [n], a copy of the first tokens of one block in all layers."""
+        return self._kv[:, :, block, :, :tokens].contiguous().view(torch.uint8).numpy().reshape(-1)
+
+    def write(self, block: int, content: np.ndarray, *, tokens: int) -> None:
+        """Write what `read` gave into the first tokens of one block."""
+        there = self._kv[:, :, block, :, :tokens]
+        there.copy_(torch.from_numpy(content).view(self._kv.dtype).view(there.shape))
+
     def clear(self) -> None:
         """Zero everything: KV that is not finite would leak through masked positions."""
         self._kv.zero_()

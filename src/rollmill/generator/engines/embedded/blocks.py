@@ -4,26 +4,18 @@ Pure bookkeeping over numbers; the KV itself lies in `attention.BlockPool`. Toke
 block is in use (references), idle (no reference, but what it holds is known and may be hit), or free. Idle blocks are
 given up least recently used first, the end of a chain before its beginning. Full blocks are found by a chain of digests
 that starts from the store's epoch, so that `flush` makes everything from before unreachable at once; of a block that is
-only partly equal, the equal beginning may be copied.
+only partly equal, the equal beginning may be copied. Whoever keeps KV elsewhere hears of a block before it is given up.
 """
 
 from __future__ import annotations
 
-import hashlib
 from collections import OrderedDict
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
 
-_CANDIDATES = 64
-"""Most blocks below one prefix that are compared for an equal beginning, newest first."""
-
-
-def common_prefix(a: np.ndarray, b: np.ndarray) -> int:
-    """Return how many leading token ids two sequences share."""
-    n = min(len(a), len(b))
-    differs = np.flatnonzero(a[:n] != b[:n])
-    return int(differs[0]) if len(differs) else n
+from rollmill.generator.engines.embedded.prefixes import Entry, PrefixIndex, digest_of
 
 
 @dataclass(slots=True)
@@ -34,11 +26,13 @@ class BlockTable:
         blocks: block of each run of tokens.
         chain: digest of each leading full block that is known to the store.
         epoch: the store's epoch when the KV was made; behind it nothing of this table is shared any more.
+        space: whose KV it is, see `BlockStore.root`.
     """
 
     blocks: list[int] = field(default_factory=list)
     chain: list[bytes] = field(default_factory=list)
     epoch: int = 0
+    space: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,15 +56,6 @@ class Match:
         return Match(tokens=len(self.blocks) * size, blocks=self.blocks, chain=self.chain)
 
 
-@dataclass(frozen=True, slots=True)
-class _Entry:
-    """What a block is known to hold: tokens behind a prefix, the digest if it is full."""
-
-    parent: bytes
-    tokens: np.ndarray
-    digest: bytes | None
-
-
 class BlockStore:
     """References and contents of a fixed number of blocks.
 
@@ -79,6 +64,10 @@ class BlockStore:
         size: tokens of a block.
         first: number of the first one.
         idle_limit: most idle blocks kept, so that memory that was never needed stays untouched; `None` keeps all.
+
+    Attributes:
+        known: what blocks hold.
+        on_give_up: called with an idle block that is worth keeping and what it holds, before it is given up.
     """
 
     def __init__(self, *, blocks: int, size: int, first: int = 0, idle_limit: int | None = None) -> None:
@@ -89,9 +78,9 @@ class BlockStore:
         self._free = list(range(first + blocks - 1, first - 1, -1))
         self._references: dict[int, int] = {}
         self._idle: OrderedDict[int, None] = OrderedDict()
-        self._entries: dict[int, _Entry] = {}
-        self._full: dict[bytes, int] = {}
-        self._below: dict[tuple[bytes, int], OrderedDict[int, None]] = {}
+        self._worth_keeping: set[int] = set()
+        self.known = PrefixIndex()
+        self.on_give_up: Callable[[int, Entry], None] | None = None
 
     @property
     def available(self) -> int:
@@ -140,7 +129,7 @@ class BlockStore:
                 continue
             del self._references[block]
             self.used -= 1
-            if block in self._entries:
+            if block in self.known:
                 self._idle[block] = None
             else:
                 self._free.append(block)
@@ -149,97 +138,104 @@ class BlockStore:
 
     def _give_up_oldest(self) -> None:
         block, _ = self._idle.popitem(last=False)
+        entry = self.known.entry(block)
+        if entry is not None and block in self._worth_keeping and self.on_give_up is not None:
+            self.on_give_up(block, entry)
         self._forget(block)
         self._free.append(block)
 
     # -- contents
 
-    def root(self) -> bytes:
-        """Return the digest in front of every first block."""
-        return b"epoch %d" % self.epoch
+    def root(self, space: bytes = b"") -> bytes:
+        """Return the digest in front of every first block.
 
-    def match(self, ids: np.ndarray, *, limit: int) -> Match:
+        Args:
+            space: what else than the tokens decides about KV, 32 bytes at most: an adapter's version; empty without.
+        """
+        return b"epoch %d " % self.epoch + space
+
+    def match(self, ids: np.ndarray, *, limit: int, space: bytes = b"") -> Match:
         """Return the longest known beginning of these token ids, `limit` tokens at most; takes no reference."""
         blocks: list[int] = []
         chain: list[bytes] = []
-        parent, at = self.root(), 0
+        parent, at = self.root(space), 0
         while at + self.size <= limit:
             digest = digest_of(parent, ids[at : at + self.size])
-            block = self._full.get(digest)
+            block = self.known.full(digest)
             if block is None:
                 break
             blocks.append(block)
             chain.append(digest)
             parent, at = digest, at + self.size
-        tail, tokens = self._longest_below(parent, ids[at : min(limit, at + self.size)])
+        tail, tokens = self.known.longest_below(parent, ids[at : min(limit, at + self.size)])
         return Match(tokens=at + tokens, blocks=tuple(blocks), chain=tuple(chain), tail=tail)
 
-    def _longest_below(self, parent: bytes, ids: np.ndarray) -> tuple[int, int]:
-        best, length = -1, 0
-        if len(ids) == 0:
-            return best, length
-        candidates = self._below.get((parent, int(ids[0])), ())
-        for _, block in zip(range(_CANDIDATES), reversed(candidates), strict=False):
-            common = common_prefix(self._entries[block].tokens, ids)
-            if common > length:
-                best, length = block, common
-                if length == len(ids):
-                    break
-        return best, length
+    def to_reference(self, match: Match) -> int:
+        """Return how many blocks of a match are in use by others already."""
+        return sum(block in self._references for block in match.blocks)
 
-    def register(self, table: BlockTable, ids: np.ndarray, *, partial: bool) -> None:
+    def register(self, table: BlockTable, ids: np.ndarray, *, partial: bool, worth_keeping: bool = False) -> None:
         """Make known what a table holds.
 
         Args:
             table: its blocks hold the KV of at least `ids`.
             ids: int64 [n], the tokens.
             partial: whether a last block that is not full is made known too.
+            worth_keeping: whether `on_give_up` is told before one of these blocks is given up.
         """
         if table.epoch != self.epoch:
             return
         for index in range(len(table.chain), len(ids) // self.size):
-            parent = table.chain[-1] if table.chain else self.root()
+            parent = table.chain[-1] if table.chain else self.root(table.space)
             tokens = ids[index * self.size : (index + 1) * self.size]
             digest = digest_of(parent, tokens)
-            if digest not in self._full:
-                self._learn(table.blocks[index], _Entry(parent, tokens.copy(), digest))
+            if self.known.full(digest) is None:
+                self._learn(table.blocks[index], Entry(parent, tokens.copy(), digest, table.space))
             table.chain.append(digest)
         rest = ids[len(table.chain) * self.size :]
         if partial and len(rest):
-            parent = table.chain[-1] if table.chain else self.root()
+            parent = table.chain[-1] if table.chain else self.root(table.space)
             block = table.blocks[len(table.chain)]
-            known = self._entries.get(block)
-            if known is None or len(known.tokens) < len(rest):
-                self._learn(block, _Entry(parent, rest.copy(), None))
+            entry = self.known.entry(block)
+            if entry is None or len(entry.tokens) < len(rest):
+                self._learn(block, Entry(parent, rest.copy(), None, table.space))
+        if worth_keeping:
+            self._keep(table)
 
-    def _learn(self, block: int, entry: _Entry) -> None:
+    def _keep(self, table: BlockTable) -> None:
+        # The block that holds a run of tokens may be another than the table's, which was computed at the same time.
+        holders = [self.known.full(digest) for digest in table.chain]
+        self._worth_keeping.update(block for block in holders if block is not None)
+        self._worth_keeping.update(block for block in table.blocks[len(table.chain) :] if block in self.known)
+
+    def restore(self, block: int, entry: Entry) -> None:
+        """Make known what a block was filled with that came back from elsewhere, and may go there again."""
+        self._learn(block, entry)
+        self._worth_keeping.add(block)
+
+    def _learn(self, block: int, entry: Entry) -> None:
         self._forget(block)
-        self._entries[block] = entry
-        self._below.setdefault((entry.parent, int(entry.tokens[0])), OrderedDict())[block] = None
-        if entry.digest is not None:
-            self._full[entry.digest] = block
+        self.known.learn(block, entry)
 
     def _forget(self, block: int) -> None:
-        entry = self._entries.pop(block, None)
-        if entry is None:
-            return
-        key = (entry.parent, int(entry.tokens[0]))
-        del self._below[key][block]
-        if not self._below[key]:
-            del self._below[key]
-        if entry.digest is not None:
-            del self._full[entry.digest]
+        self.known.forget(block)
+        self._worth_keeping.discard(block)
+
+    def forget_space(self, space: bytes) -> None:
+        """Forget what belongs to one space; blocks in use stay with who uses them."""
+        self._free_idle(block for block in self.known.of_space(space))
+
+    def _free_idle(self, blocks: Iterable[int]) -> None:
+        for block in blocks:
+            self._forget(block)
+            if block in self._idle:
+                del self._idle[block]
+                self._free.append(block)
 
     def flush(self) -> None:
         """Forget all contents; what was made before is neither hit nor made known again."""
         self.epoch += 1
         self._free.extend(reversed(self._idle))
         self._idle.clear()
-        self._entries.clear()
-        self._full.clear()
-        self._below.clear()
-
-
-def digest_of(parent: bytes, tokens: np.ndarray) -> bytes:
-    """Return the digest of a full block behind a prefix."""
-    return hashlib.blake2b(tokens.tobytes(), digest_size=16, key=parent).digest()
+        self._worth_keeping.clear()
+        self.known.clear()

@@ -21,6 +21,7 @@ from rollmill.generator.engines.embedded.blocks import Match
 from rollmill.generator.engines.embedded.kv import KvCache
 from rollmill.generator.engines.embedded.model import ServedModel
 from rollmill.generator.engines.embedded.prefill import DecodeBatch, PrefillJob, PrefillPlanner
+from rollmill.generator.engines.embedded.recall import Recall
 from rollmill.generator.engines.embedded.sampling import sample
 from rollmill.generator.engines.embedded.speculation import Guess, Speculator
 from rollmill.generator.engines.embedded.staging import Staging
@@ -72,6 +73,7 @@ class EngineCore:
         self.model = model
         self.staging = Staging(model)
         self.kv, self.speculator = kv, speculator
+        self.recall = None if kv.tier is None else Recall(kv, tier=kv.tier)
         self.policy_version, self.digest = policy_version, digest
         self.max_num_seqs, self.max_model_len = max_num_seqs, max_model_len
         self.max_num_batched_tokens = max_num_batched_tokens
@@ -218,7 +220,10 @@ class EngineCore:
         decoded = 0 if decode is None else len(decode.token_ids)
         # A mixed pass is charged to what most of its tokens are for.
         self._meter.switch("prefill" if planner.computed > decoded else "decode")
+        run_from_s = self._clock.now_s()
         logits = self._run(planner, decode=decode)
+        if self.recall is not None:
+            self.recall.see_prefill(planner.computed, beside=decoded, seconds=self._clock.now_s() - run_from_s)
         rows = [*range(decoded), *self._start(batches, started_s=started_s, first=decoded)]
         if not rows:  # a chunk of a long prompt, and nobody else
             return
@@ -331,7 +336,7 @@ class EngineCore:
 
     def _preempt(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
-        self.kv.end(sequence)
+        self.kv.end(sequence, suspended=True)
         self.waiting.appendleft(sequence)
         self.preemptions += 1
 
@@ -391,18 +396,27 @@ class EngineCore:
         ids = _all_ids(mates[0])
         match = self.kv.store.match(ids, limit=len(ids) - 1)  # the last token is computed: its logits are needed
         sibling, common = planner.best_sibling(ids)
+        left = self.max_num_batched_tokens - len(self.running) - planner.computed
+        promises = [self._promised(mate, held=self.kv.store.needed(len(ids))) for mate in mates]
+        if self.recall is not None:
+            match = self.recall.lengthen(
+                mates[0],
+                ids,
+                match=match,
+                common=common,
+                room=lambda: self._room(entering),
+                promised=promises[0],
+                left=left if planner.jobs else None,
+            )
         if common > match.tokens:
             match = planner.sibling_match(sibling, common=common)
         else:
             sibling, common = -1, 0
         fresh = len(ids) - max(match.tokens, common)
-        left = self.max_num_batched_tokens - len(self.running) - planner.computed
         if fresh > left:
             if not planner.jobs:
                 self._plan_chunk(planner, mates[0], ids[: match.tokens + left], match=match)
             return []
-        held = self.kv.store.needed(len(ids))
-        promises = [self._promised(mate, held=held) for mate in mates]
         job = self._begin(ids, match=match, promises=promises, room=self._room(entering))
         if job is None:
             return []
@@ -443,6 +457,8 @@ class EngineCore:
                 if index:
                     table.chain = list(job.tables[0].chain)
                 self.kv.adopt(sequence, table)
+                if self.recall is not None and index == 0:
+                    self.recall.count(sequence)
                 if not sequence.count:
                     self._stamp(sequence, cached=job.shared if index == 0 else len(job.ids), started_s=started_s)
                 self.running.append(sequence)

@@ -29,8 +29,9 @@ import torch
 
 from rollmill.clock import Clock
 from rollmill.errors import ConfigError, EngineDead, EngineError
-from rollmill.generator.engines.embedded.budget import MemoryParts, plan_kv
+from rollmill.generator.engines.embedded.budget import KvBudget, MemoryParts, plan_kv
 from rollmill.generator.engines.embedded.core import EngineCore
+from rollmill.generator.engines.embedded.host_tier import HostTier
 from rollmill.generator.engines.embedded.kv import BLOCK_TOKENS, KvCache
 from rollmill.generator.engines.embedded.linears import KernelChoice
 from rollmill.generator.engines.embedded.model import Quantization, ServedModel
@@ -89,6 +90,9 @@ class EmbeddedEngine:
         memory_limit_bytes: of the whole process: keys and values get what it leaves beside weights and activations.
         enable_prefix_caching: whether KV outlives its request, for others that begin alike. Requests that run at the
             same time share either way.
+        host_kv_bytes: of a file that takes the KV of idle sessions and of suspended sequences when its blocks are
+            needed, until it is wanted again; `None` forgets it.
+        host_kv_directory: where that file lies.
         stage_weights: whether a second set of weights will be in memory; counted against the limit.
         speculation: `ngram` guesses what followed the last tokens before, here or in a sibling, where that pays; the
             tokens are the same either way. `off` never guesses.
@@ -120,6 +124,8 @@ class EmbeddedEngine:
         kv_cache_memory_bytes: int | None = None,
         memory_limit_bytes: int | None = None,
         enable_prefix_caching: bool = True,
+        host_kv_bytes: int | None = None,
+        host_kv_directory: str | Path | None = None,
         stage_weights: bool = True,
         speculation: SpeculationChoice = "off",
         kernels: KernelChoice = "auto",
@@ -153,7 +159,8 @@ class EmbeddedEngine:
             kv_cache_memory_bytes=kv_cache_memory_bytes,
             memory_limit_bytes=memory_limit_bytes,
         )
-        _log.info("%s", self._budget.text())
+        self._tier = _host_tier(host_kv_directory, nbytes=host_kv_bytes, budget=self._budget, clock=clock)
+        _log.info("%s", self._kv_text())
         self._core = EngineCore(
             model,
             policy_version=policy_version,
@@ -161,7 +168,11 @@ class EmbeddedEngine:
             max_num_seqs=max_num_seqs,
             max_model_len=max_model_len,
             max_num_batched_tokens=limit,
-            kv=KvCache(model, budget=self._budget if enable_prefix_caching else self._budget.without_idle()),
+            kv=KvCache(
+                model,
+                budget=self._budget if enable_prefix_caching else self._budget.without_idle(),
+                tier=self._tier,
+            ),
             max_wait_s=max_wait_ms / 1e3,
             speculator=Speculator() if speculation == "ngram" else None,
             clock=clock,
@@ -194,11 +205,20 @@ class EmbeddedEngine:
             max_model_len=core.max_model_len,
             max_num_seqs=core.max_num_seqs,
             kv_bytes=core.kv.pool.nbytes,
-            capabilities=(*CAPABILITIES, "native_kernels") if model.native_kernels else CAPABILITIES,
+            capabilities=self._capabilities(),
             policy_version=core.policy_version,
             digest=core.digest,
-            kv_budget=self._budget.text(),
+            kv_budget=self._kv_text(),
         )
+
+    def _capabilities(self) -> tuple[str, ...]:
+        has = {"native_kernels": self._core.model.native_kernels, "host_kv": self._tier is not None}
+        return (*CAPABILITIES, *(name for name, there in has.items() if there))
+
+    def _kv_text(self) -> str:
+        tier = self._tier
+        more = "" if tier is None else f"; {tier.capacity} more on the host ({tier.capacity_bytes / 1e6:.0f} MB)"
+        return self._budget.text() + more
 
     async def generate(self, request: GenerateRequest, *, on_tokens: OnTokens | None = None) -> Turn:
         """Return the finished or aborted turn, see the engine protocol.
@@ -329,6 +349,7 @@ class EmbeddedEngine:
             preemptions=core.preemptions,
             guessed_tokens=0 if core.speculator is None else core.speculator.guessed,
             accepted_tokens=0 if core.speculator is None else core.speculator.accepted,
+            host_kv=None if self._tier is None else self._tier.load(),
         )
 
     def healthy(self) -> bool:
@@ -434,6 +455,7 @@ class EmbeddedEngine:
 
     def _finish(self) -> None:
         self._meter.switch("shutdown")
+        self._core.kv.close()
         if self._cause is None:
             self._core.abort_all()
         with self._wake:
@@ -471,6 +493,18 @@ class EmbeddedEngine:
     def _score_now(self, token_ids: np.ndarray) -> np.ndarray:
         self._meter.switch("weight_load" if self._core.paused else "prefill")  # a canary, or a reader's question
         return self._core.score(token_ids)
+
+
+def _host_tier(folder: str | Path | None, *, nbytes: int | None, budget: KvBudget, clock: Clock) -> HostTier | None:
+    if nbytes is None:
+        return None
+    if folder is None:
+        raise ConfigError(
+            f"generator.host_kv_bytes is {nbytes} and generator.host_kv_directory is not set: on a CPU the tier is a "
+            "file, and you say on which disk. Name a folder, or leave both out"
+        )
+    block_bytes, tokens = budget.block_bytes, budget.block_tokens
+    return HostTier(Path(folder), nbytes=nbytes, block_bytes=block_bytes, block_tokens=tokens, clock=clock)
 
 
 def _on_this_loop(on_tokens: OnTokens) -> OnTokens:

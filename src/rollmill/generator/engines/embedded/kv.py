@@ -1,20 +1,39 @@
 """The KV of an engine: the pool of blocks, who holds which, and what a prompt starts from.
 
-Joins the bookkeeping (`blocks`) and the memory (`attention.BlockPool`). Decides no admission: it is told how many
-blocks others were promised, and says whether a start fits beside that.
+Joins the bookkeeping (`blocks`), the memory (`attention.BlockPool`) and, where there is one, the host tier. Decides no
+admission: it is told how many blocks others were promised, and says whether a start fits beside that.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import numpy as np
 
 from rollmill.generator.engines.embedded.blocks import BlockStore, BlockTable, Match
 from rollmill.generator.engines.embedded.budget import KvBudget
+from rollmill.generator.engines.embedded.host_tier import HostTier
 from rollmill.generator.engines.embedded.model import ServedModel
+from rollmill.generator.engines.embedded.prefixes import Entry, digest_of
 from rollmill.generator.engines.sequence import Sequence
 
 BLOCK_TOKENS = 16
 """Tokens of a block: at head dimension 64 the keys of one head fill a page of memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class OnTier:
+    """What of a prompt lies on the host tier and not in memory.
+
+    Attributes:
+        pieces: slot and entry of each, in order.
+        tokens: leading tokens of the prompt that are there once they are in memory.
+        nbytes: of all pieces.
+    """
+
+    pieces: tuple[tuple[int, Entry], ...] = ()
+    tokens: int = 0
+    nbytes: int = 0
 
 
 class KvCache:
@@ -23,13 +42,17 @@ class KvCache:
     Args:
         model: gives the shape.
         budget: how many blocks there are, and how many are kept for later requests.
+        tier: takes what sessions and suspended sequences left behind when its blocks are needed; `None` forgets it.
     """
 
-    def __init__(self, model: ServedModel, *, budget: KvBudget) -> None:
+    def __init__(self, model: ServedModel, *, budget: KvBudget, tier: HostTier | None = None) -> None:
         size, scratch = budget.block_tokens, budget.scratch
         self.pool = model.new_pool(blocks=scratch + budget.blocks, size=size)
         self.store = BlockStore(blocks=budget.blocks, size=size, first=scratch, idle_limit=budget.idle_limit)
         self.scratch = BlockTable(blocks=list(range(scratch)))
+        self.tier = tier
+        if tier is not None:
+            self.store.on_give_up = self._give_to_tier
         self._tables: dict[Sequence, BlockTable] = {}
         self._chunk: BlockTable | None = None
 
@@ -104,10 +127,15 @@ class KvCache:
             table.blocks += self.store.allocate(missing)
         return True
 
-    def end(self, sequence: Sequence) -> None:
-        """Take a sequence's blocks; what they hold may be hit until they are needed."""
+    def end(self, sequence: Sequence, *, suspended: bool = False) -> None:
+        """Take a sequence's blocks; what they hold may be hit until they are needed.
+
+        Args:
+            suspended: whether the sequence goes on later; its KV is then worth the host tier, as that of a session is.
+        """
         table = self._tables.pop(sequence)
-        self.store.register(table, sequence.kv_ids(), partial=True)
+        worth_keeping = self.uses_tier(sequence) and (suspended or bool(sequence.request.session_id))
+        self.store.register(table, sequence.kv_ids(), partial=True, worth_keeping=worth_keeping)
         self.store.release(table.blocks)
 
     def hold_chunk(self, table: BlockTable, ids: np.ndarray) -> None:
@@ -124,10 +152,92 @@ class KvCache:
         self._chunk = None
         return True
 
+    # -- the host tier
+
+    def uses_tier(self, sequence: Sequence) -> bool:
+        """Return whether KV of this sequence may go to the tier and come back.
+
+        Never that of a wave: which tokens are computed together would depend on what moving costs at that moment.
+        """
+        return self.tier is not None and sequence.request.wave is None
+
+    def _give_to_tier(self, block: int, entry: Entry) -> None:
+        if self.tier is not None:
+            self.tier.put(entry, lambda: self.pool.read(block, tokens=len(entry.tokens)))
+
+    def on_tier(self, ids: np.ndarray, *, match: Match, limit: int, space: bytes = b"") -> OnTier:
+        """Return what would lengthen a match.
+
+        Args:
+            ids: int64 [n], the prompt.
+            match: what of it is in memory.
+            limit: most tokens that may be known.
+            space: the match's.
+        """
+        tier, memory, size = self.tier, self.store.known, self.store.size
+        if tier is None or not len(tier.known):
+            return OnTier()
+        slots: list[int] = []
+        parent = match.chain[-1] if match.chain else self.store.root(space)
+        at = len(match.chain) * size
+        while at + size <= limit:
+            digest = digest_of(parent, ids[at : at + size])
+            if memory.full(digest) is None:
+                slot = tier.known.full(digest)
+                if slot is None:
+                    break
+                slots.append(slot)
+            parent, at = digest, at + size
+        rest = ids[at : min(limit, at + size)]
+        _, known = memory.longest_below(parent, rest)
+        slot, there = tier.known.longest_below(parent, rest)
+        if there > known and not self._is_in_memory(tier.known.entry(slot)):
+            slots.append(slot)
+            known = there
+        pieces = tuple((slot, entry) for slot in slots if (entry := tier.known.entry(slot)) is not None)
+        return OnTier(pieces, at + known, sum(tier.nbytes_of(entry) for _, entry in pieces))
+
+    def _is_in_memory(self, entry: Entry | None) -> bool:
+        return entry is None or (entry.digest is not None and self.store.known.full(entry.digest) is not None)
+
+    def bring_back(self, found: OnTier, *, match: Match) -> None:
+        """Read pieces from the tier into blocks that are then hit like any other; stops at one that is lost.
+
+        Args:
+            found: its blocks are available, beside those of the match.
+            match: stays in memory meanwhile.
+        """
+        tier, store = self.tier, self.store
+        if tier is None:
+            return
+        pinned = [*match.blocks, *([match.tail] if match.tail >= 0 else [])]
+        store.share(pinned)
+        tier.touch([slot for slot, _ in found.pieces])
+        restored: list[int] = []
+        for slot, entry in found.pieces:
+            (block,) = store.allocate(1)
+            restored.append(block)
+            # Making room may have pushed something else out of the tier, at worst this very piece.
+            content = tier.get(slot, entry)
+            if content is None:
+                break
+            self.pool.write(block, content, tokens=len(entry.tokens))
+            store.restore(block, entry)
+        store.release(restored)
+        store.release(pinned)
+
+    def close(self) -> None:
+        """Give back what lies outside this process's memory."""
+        if self.tier is not None:
+            self.store.on_give_up = None
+            self.tier.close()
+
     def flush(self) -> None:
         """Nothing that is computed now is ever hit; running sequences go on with what they hold."""
         self.drop_chunk()
         self.store.flush()
+        if self.tier is not None:
+            self.tier.clear()
 
     def clear(self) -> None:
         """Forget everybody, and zero the memory."""

@@ -15,7 +15,8 @@ import numpy as np
 import torch
 
 from rollmill.generator.engines.embedded.attention import ForwardPlan, Segment, causal_mask, decode_mask
-from rollmill.generator.engines.embedded.blocks import BlockTable, Match, common_prefix
+from rollmill.generator.engines.embedded.blocks import BlockTable, Match
+from rollmill.generator.engines.embedded.prefixes import common_prefix
 
 
 @dataclass(slots=True)
