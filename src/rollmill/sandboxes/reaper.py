@@ -1,12 +1,12 @@
 """The reaper: deletes large trees later, in the background, at a bounded rate, and never what lies outside of them.
 
-`discard` moves a tree into a trash directory of the same file system, which takes a moment at any size; a thread deletes
-what lies there. Whatever a killed process left in the trash is taken up by the next reaper of that directory.
+`discard` moves a tree into a trash directory of the same file system, which takes a moment at any size; a thread
+deletes what lies there. Whatever a killed process left in the trash is taken up by the next reaper of that directory.
 
-How a tree is deleted: of one directory everything that is no directory is unlinked, and each directory in it is moved up
-into the trash, to wait for its own turn. So nothing is followed and nothing is descended into by a path: names are only
-ever used within a directory that is open. Depth costs no descriptors, and a mount point inside a tree cannot be moved
-(EBUSY): it is left, with what holds it, and told.
+How a tree is deleted: of one directory everything that is no directory is unlinked, and each directory in it is moved
+up into the trash, to wait for its own turn. So nothing is followed and nothing is descended into by a path: names are
+only ever used within a directory that is open. Depth costs no descriptors, and a mount point inside a tree cannot be
+moved (EBUSY): it is left, with what holds it, and told.
 """
 
 from __future__ import annotations

@@ -54,6 +54,7 @@ from rollmill.sandboxes.records import (
     SandboxStatus,
 )
 from rollmill.sandboxes.sweep import sweep
+from rollmill.sandboxes.tally import Observer
 
 BACKEND = "namespaces"
 _REMEMBERED_ENDS = 1000
@@ -72,10 +73,12 @@ class NamespaceProvider:
 
     Args:
         settings: how.
+        observer: told of starts, ends and sweeps.
     """
 
-    def __init__(self, settings: NamespaceSettings | None = None) -> None:
+    def __init__(self, settings: NamespaceSettings | None = None, *, observer: Observer | None = None) -> None:
         self._settings = NamespaceSettings() if settings is None else settings
+        self._observer = observer
         self.records = DiskRecords(self._settings.records_directory())
         self._hierarchies = cgroups.discover()
         self._alive: dict[str, NamespaceSandbox] = {}
@@ -90,7 +93,9 @@ class NamespaceProvider:
 
     async def __aenter__(self) -> NamespaceProvider:
         """Sweep what killed owners left, and start the zygote."""
-        await asyncio.get_running_loop().run_in_executor(None, sweep, self.records)
+        report = await asyncio.get_running_loop().run_in_executor(None, sweep, self.records)
+        if self._observer is not None:
+            self._observer.swept(removed=len(report.removed), left=len(report.left))
         await self._running_zygote()
         return self
 
@@ -304,6 +309,9 @@ class NamespaceProvider:
         await loop.create_unix_connection(lambda: sandbox.channel, sock=ours)
         sandbox.became_ready(await asyncio.shield(sandbox.channel.ready))
         require(self._settings.minimum_isolation, known(sandbox.protections))
+        if self._observer is not None:
+            create_s, ready_s = sandbox.start_phases()
+            self._observer.started(create_s=create_s, ready_s=ready_s)
         return sandbox
 
     def _order(self, sandbox: NamespaceSandbox) -> dict[str, Any]:
@@ -385,6 +393,7 @@ class NamespaceProvider:
             self._on_gone(sandbox, report)
 
     def _note_first_process(self, sandbox: NamespaceSandbox, pid: int) -> None:
+        sandbox.first_process_s = asyncio.get_running_loop().time()
         if (mark := mark_of(pid)) is not None:
             sandbox.record = msgspec.structs.replace(sandbox.record, first_process=mark)
             try:
@@ -421,7 +430,10 @@ class NamespaceProvider:
         try:
             self.records.remove(sandbox.id)  # if this fails the loop reports it, and a later sweep tries again
         finally:
-            sandbox.ended(death(reason, detail=detail))
+            end = death(reason, detail=detail)
+            sandbox.ended(end)
+            if self._observer is not None:
+                self._observer.ended(end)
             self._ends[sandbox.id] = sandbox.status()
             while len(self._ends) > _REMEMBERED_ENDS:
                 self._ends.popitem(last=False)
@@ -431,7 +443,10 @@ class NamespaceProvider:
         lost = list(self._alive.values())
         records = [one.record for one in lost]
         for sandbox in lost:
-            sandbox.ended(death(sandbox.ordered or DeathReason.PROVIDER_LOST, detail=cause))
+            end = death(sandbox.ordered or DeathReason.PROVIDER_LOST, detail=cause)
+            sandbox.ended(end)
+            if self._observer is not None:
+                self._observer.ended(end)
             self._alive.pop(sandbox.id, None)
             self._ends[sandbox.id] = sandbox.status()
         loop = asyncio.get_running_loop()

@@ -111,6 +111,7 @@ class NamespaceSandbox:
         self._lease = lease
         self.groups = groups
         self.record = record
+        self.first_process_s: float | None = None
         self._answer_s = answer_s
         self._end_s = end_s
         self._order_kill = order_kill
@@ -164,6 +165,11 @@ class NamespaceSandbox:
             death=self._death,
             age_s=now - self._created_s,
         )
+
+    def start_phases(self) -> tuple[float, float]:
+        """Return, now that it answers, how long its first process took to run, and from then its agent to answer."""
+        first_s = self._created_s if self.first_process_s is None else self.first_process_s
+        return first_s - self._created_s, self._loop.time() - first_s
 
     def became_ready(self, protections: tuple[str, ...]) -> None:
         """Note that its agent answers."""
