@@ -17,12 +17,14 @@ from rollmill.clock import Clock, SystemClock, VirtualClock
 from rollmill.errors import WeightError, WeightMismatch
 from rollmill.generator.engines.embedded.budget import MemoryParts, plan_kv
 from rollmill.generator.engines.embedded.core import EngineCore
+from rollmill.generator.engines.embedded.draft_law import DraftLaw
+from rollmill.generator.engines.embedded.drafting import Drafter, DraftModel
 from rollmill.generator.engines.embedded.engine import EmbeddedEngine
 from rollmill.generator.engines.embedded.host_tier import HostTier
 from rollmill.generator.engines.embedded.kv import BLOCK_TOKENS, KvCache
 from rollmill.generator.engines.embedded.linears import KernelChoice
 from rollmill.generator.engines.embedded.model import Quantization, ServedModel
-from rollmill.generator.engines.embedded.speculation import Speculator
+from rollmill.generator.engines.embedded.speculation import Guesser
 from rollmill.generator.engines.meter import SecondsMeter
 from rollmill.generator.engines.protocol import KvPolicy
 from rollmill.generator.engines.sequence import Sequence
@@ -86,6 +88,19 @@ def embedded(
     )
 
 
+class Always(DraftLaw):
+    """Lets a draft guess in every pass."""
+
+    def guesses(self, sequences: int) -> bool:
+        return True
+
+
+def served_model(folder: Path, model: Any, *, dtype: str = "float32", kernels: KernelChoice = "auto") -> ServedModel:
+    return ServedModel(
+        save_config(folder, model.config), dtype=getattr(torch, dtype), tensors=tensors_of(model), kernels=kernels
+    )
+
+
 class SteppedEngine:
     """The embedded engine's core on a virtual clock, moved by hand, with the turns it delivered."""
 
@@ -99,7 +114,10 @@ class SteppedEngine:
         kv_blocks: int | None = None,
         tier_blocks: int | None = None,
         max_wait_s: float = 0.0,
-        speculator: Speculator | None = None,
+        speculator: Guesser | None = None,
+        draft: Any = None,
+        draft_tokens: int = 4,
+        law: DraftLaw | None = None,
         dtype: str = "float32",
         kernels: KernelChoice = "auto",
         quantization: Quantization = "none",
@@ -141,6 +159,12 @@ class SteppedEngine:
             clock=self.clock,
             meter=self.meter,
         )
+        self.drafter: Drafter | None = None
+        if draft is not None:
+            small = served_model(folder / "draft", draft, dtype=dtype, kernels=kernels)
+            used = DraftModel(small, tokens=draft_tokens, law=Always() if law is None else law)
+            self.drafter = Drafter(used, kv=self.core.kv, max_num_batched_tokens=max_num_batched_tokens)
+            self.core.speculator = self.drafter
         self.results: dict[str, Turn | Exception] = {}
 
     def submit(self, asked: GenerateRequest) -> None:

@@ -272,6 +272,17 @@ def _engine(config: RollmillConfig) -> Iterator[str]:
             'generator.quantization is "int8" and generator.kernels is "torch": only the compiled kernels multiply '
             'weights of eight bits. Nearest valid values: generator.kernels "auto", or generator.quantization "none".'
         )
+    if generator.speculation == "draft" and generator.draft_model is None:
+        yield (
+            'generator.speculation is "draft" and generator.draft_model is not set: somebody must guess. Nearest valid '
+            'values: a small model with the same tokens in generator.draft_model, or generator.speculation "ngram".'
+        )
+    if generator.draft_model is not None and generator.speculation != "draft" and engine == "embedded":
+        yield (
+            f"generator.draft_model is {generator.draft_model!r} and generator.speculation is "
+            f'"{generator.speculation}": the draft would guess nothing. Nearest valid values: generator.speculation '
+            '"draft", or leave generator.draft_model out.'
+        )
     if config.run.deterministic and engine not in WITH_WAVES:
         yield (
             f'run.deterministic is true and generator.engine is "{engine}": what it samples depends on which requests '

@@ -19,6 +19,8 @@ OBEYED_BY: dict[str, tuple[str, ...]] = {
     "memory_limit_bytes": ("embedded",),
     "gpu_memory_utilization": ("vllm", "sglang"),
     "speculation": ("embedded",),
+    "draft_model": ("embedded",),
+    "draft_tokens": ("embedded",),
     "enable_prefix_caching": ("embedded", "vllm", "sglang"),
     "host_kv_bytes": ("embedded",),
     "host_kv_directory": ("embedded",),

@@ -305,10 +305,20 @@ class GeneratorSettings(Section):
     it back where reading is measured to be cheaper than computing. `None` forgets that KV. Of each replica."""
     host_kv_directory: str | None = knob(None)
     """Folder of that file, on a disk: needed with `host_kv_bytes`. The file has no name and ends with its replica."""
-    speculation: Literal["off", "ngram"] = knob("off")
+    speculation: Literal["off", "ngram", "draft"] = knob("off")
     """`ngram` guesses that what followed the last tokens before, in the prompt, the answer or a sibling's, follows
     again, and checks the guess in the same pass: the tokens are those of `off`, to the last one. It guesses only where
-    that is measured to pay, which is in small batches; never in deterministic mode."""
+    that is measured to pay, which is in small batches; never in deterministic mode. `draft` lets a small model guess
+    (`draft_model`): the distribution is that of `off`, but not each seed's tokens; also where it is measured to pay."""
+    draft_model: str | None = knob(None)
+    """Small model that guesses with `speculation = "draft"`: a name of `rollmill model list` or a Hugging Face
+    directory, with the tokens of the model that is served. Its weights and its keys and values take memory of the
+    replica; it is never trained."""
+    draft_tokens: int = knob(
+        4, unit="tokens", raising="more gained where the draft is right", lowering="less lost where it is wrong",
+        ge=1, le=15,
+    )  # fmt: skip
+    """Most tokens that the draft guesses ahead."""
     kv_cache_dtype: Literal["auto", "bfloat16", "fp8"] = knob("auto")
     """Precision of keys and values; `auto` is that of the served weights."""
     tensor_parallel_size: int = knob(

@@ -134,6 +134,11 @@ def build_engine(
 
     torch.set_num_threads(threads)
     more = GeneratorSettings() if settings is None else settings
+    draft = None
+    if more.speculation == "draft":
+        from rollmill.generator.draft import load_draft
+
+        draft = load_draft(path, settings=more, dtype=resolve_dtype(dtype), kernels=kernels)
     return EmbeddedEngine(
         path,
         dtype=resolve_dtype(dtype),
@@ -152,6 +157,7 @@ def build_engine(
         host_kv_directory=more.host_kv_directory,
         stage_weights=more.stage_weights,
         speculation=more.speculation,
+        draft=draft,
         quantization=more.quantization,
         clock=clock,
         model=model,

@@ -11,6 +11,11 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX_2 = np.uint64(0x94D049BB133111EB)
 
+DRAFT_LANE = 1 << 40
+"""Added to the index of a token: the number that a draft model draws its guess of that token with."""
+ACCEPT_LANE = 2 << 40
+"""Added to the index of a token: the number that decides whether a guess of that token counts."""
+
 
 def mix(state: np.ndarray) -> np.ndarray:
     """Return uint64 of the same shape, every bit depending on every bit of the input."""

@@ -73,6 +73,8 @@ class BlockStore:
     def __init__(self, *, blocks: int, size: int, first: int = 0, idle_limit: int | None = None) -> None:
         self.total, self.size, self.epoch = blocks, size, 0
         self.used = 0
+        # How often each block was given to somebody: what others know of its content holds for one life.
+        self.lives = np.zeros(first + blocks, dtype=np.int64)
         self._idle_limit = blocks if idle_limit is None else idle_limit
         # Taken from the end: low numbers first, and what was freed last is touched again first.
         self._free = list(range(first + blocks - 1, first - 1, -1))
@@ -109,6 +111,7 @@ class BlockStore:
             taken.append(self._free.pop())
         for block in taken:
             self._references[block] = 1
+            self.lives[block] += 1
         self.used += count
         return taken
 

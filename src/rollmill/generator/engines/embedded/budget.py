@@ -44,6 +44,7 @@ class KvBudget(msgspec.Struct, frozen=True, kw_only=True):
         idle_limit: most blocks kept for later requests; `None` for all.
         block_bytes: bytes of one.
         block_tokens: tokens of one.
+        draft_block_bytes: bytes of what a draft model keeps beside each, in the same numbers.
         why: where the number comes from.
     """
 
@@ -52,12 +53,13 @@ class KvBudget(msgspec.Struct, frozen=True, kw_only=True):
     idle_limit: int | None
     block_bytes: int
     block_tokens: int
+    draft_block_bytes: int = 0
     why: str
 
     @property
     def nbytes(self) -> int:
         """Bytes of all blocks."""
-        return (self.blocks + self.scratch) * self.block_bytes
+        return (self.blocks + self.scratch) * (self.block_bytes + self.draft_block_bytes)
 
     def without_idle(self) -> KvBudget:
         """Return the same blocks, none of which outlives its requests."""
@@ -71,9 +73,11 @@ class KvBudget(msgspec.Struct, frozen=True, kw_only=True):
             ...       why="asked for").text())
             KV: 640 blocks of 16 tokens, 10240 tokens in all, and 16 for scores; 484 MB = asked for
         """
+        draft = (self.blocks + self.scratch) * self.draft_block_bytes
+        of_draft = f", {_mb(draft)} of it for the draft model" if draft else ""
         return (
             f"KV: {self.blocks} blocks of {self.block_tokens} tokens, {self.blocks * self.block_tokens} tokens in all, "
-            f"and {self.scratch} for scores; {_mb(self.nbytes)} = {self.why}"
+            f"and {self.scratch} for scores; {_mb(self.nbytes)} = {self.why}{of_draft}"
         )
 
 
@@ -84,6 +88,7 @@ def plan_kv(
     max_num_seqs: int,
     max_model_len: int,
     parts: MemoryParts,
+    draft_block_bytes: int = 0,
     kv_cache_memory_bytes: int | None = None,
     memory_limit_bytes: int | None = None,
 ) -> KvBudget:
@@ -95,6 +100,7 @@ def plan_kv(
         max_num_seqs: sequences decoded at once.
         max_model_len: longest prompt plus output, tokens.
         parts: what else takes memory.
+        draft_block_bytes: what a draft model keeps beside each block.
         kv_cache_memory_bytes: given for KV, whatever the rest takes.
         memory_limit_bytes: given for everything.
 
@@ -107,7 +113,7 @@ def plan_kv(
         ...         memory_limit_bytes=1000).blocks
         8
     """
-    longest = -(-max_model_len // block_tokens)
+    longest, both = -(-max_model_len // block_tokens), block_bytes + draft_block_bytes
     rest = f"{_mb(parts.process)} process - {_mb(parts.weights)} weights - {_mb(parts.activations)} activations"
     limit = memory_limit_bytes
     left = None if limit is None else limit - parts.total
@@ -116,7 +122,7 @@ def plan_kv(
         blocks, idle = max_num_seqs * longest, _IDLE_SEQUENCES * longest
         why = f"{max_num_seqs} sequences of {max_model_len} tokens"
     else:
-        blocks, idle = nbytes // block_bytes - longest, None
+        blocks, idle = nbytes // both - longest, None
         why = f"{_mb(nbytes)} asked for" if limit is None else f"{_mb(limit)} limit - {rest}"
         if left is not None and nbytes > left:
             raise ConfigError(
@@ -126,11 +132,17 @@ def plan_kv(
         if blocks < longest:
             raise ConfigError(
                 f"{_mb(nbytes)} for keys and values ({why}) hold no sequence of max_model_len {max_model_len} and a "
-                f"score beside it, which take {2 * longest * block_bytes} bytes: raise generator.memory_limit_bytes or "
+                f"score beside it, which take {2 * longest * both} bytes: raise generator.memory_limit_bytes or "
                 "kv_cache_memory_bytes, lower generator.max_model_len, or set generator.stage_weights to false"
             )
     return KvBudget(
-        blocks=blocks, scratch=longest, idle_limit=idle, block_bytes=block_bytes, block_tokens=block_tokens, why=why
+        blocks=blocks,
+        scratch=longest,
+        idle_limit=idle,
+        block_bytes=block_bytes,
+        block_tokens=block_tokens,
+        draft_block_bytes=draft_block_bytes,
+        why=why,
     )
 
 

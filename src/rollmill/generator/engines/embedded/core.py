@@ -8,7 +8,6 @@ only where their KV fits to the end. The caller owns the loop: nothing here wait
 
 from __future__ import annotations
 
-import itertools
 from collections import deque
 from collections.abc import Mapping
 
@@ -22,8 +21,8 @@ from rollmill.generator.engines.embedded.kv import KvCache
 from rollmill.generator.engines.embedded.model import ServedModel
 from rollmill.generator.engines.embedded.prefill import DecodeBatch, PrefillJob, PrefillPlanner
 from rollmill.generator.engines.embedded.recall import Recall
-from rollmill.generator.engines.embedded.sampling import sample
-from rollmill.generator.engines.embedded.speculation import Guess, Speculator
+from rollmill.generator.engines.embedded.rejection import verify
+from rollmill.generator.engines.embedded.speculation import Guess, Guesser
 from rollmill.generator.engines.embedded.staging import Staging
 from rollmill.generator.engines.embedded.waves import WaveGate
 from rollmill.generator.engines.meter import SecondsMeter
@@ -68,7 +67,7 @@ class EngineCore:
         clock: Clock,
         meter: SecondsMeter,
         max_wait_s: float = 0.0,
-        speculator: Speculator | None = None,
+        speculator: Guesser | None = None,
     ) -> None:
         self.model = model
         self.staging = Staging(model)
@@ -228,13 +227,19 @@ class EngineCore:
         if not rows:  # a chunk of a long prompt, and nobody else
             return
         guesses += [Guess()] * (len(self.running) - len(guesses))
+        before = self.output_tokens
         try:
             self._sample(logits if len(rows) == len(logits) else logits[torch.tensor(rows)], guesses=guesses)
         except EngineError as error:  # numbers that are not finite: nothing more may be sampled from these weights
             self.dirty_reason = str(error)
             self.fail_all(error)
         if self.speculator is not None and not planner.jobs:
-            self.speculator.cost.see(decoded, seconds=self._clock.now_s() - started_s)
+            self.speculator.passed(
+                sequences=len(guesses),
+                rows=decoded,
+                tokens=self.output_tokens - before,
+                seconds=self._clock.now_s() - started_s,
+            )
         self._retire()
 
     def _guesses(self, *, beside: int) -> list[Guess]:
@@ -273,14 +278,16 @@ class EngineCore:
         )
 
     def _sample(self, logits: torch.Tensor, *, guesses: list[Guess]) -> None:
-        """Draw a token behind every token that was fed; keep those behind which nothing else was guessed."""
+        """Draw a token behind every token that was fed; keep those behind which nothing else was guessed.
+
+        What a draft model guessed counts as its distribution and the model's say.
+        """
         fed = [1 + len(guess.tokens) for guess in guesses]
         counters = np.concatenate([np.arange(s.count, s.count + n) for s, n in zip(self.running, fed, strict=True)])
         params = [s.request.sampling for s, n in zip(self.running, fed, strict=True) for _ in range(n)]
-        tokens, logprobs = sample(logits, params=params, counters=counters)
-        drawn = zip(tokens.tolist(), logprobs.tolist(), strict=True)
-        for sequence, guess, count in zip(self.running, guesses, fed, strict=True):
-            self._keep(sequence, list(itertools.islice(drawn, count)), guess=guess)
+        drawn = verify(logits, params=params, counters=counters, guesses=guesses)
+        for sequence, guess, tokens in zip(self.running, guesses, drawn, strict=True):
+            self._keep(sequence, tokens, guess=guess)
         self.decode_passes += 1
 
     def _keep(self, sequence: Sequence, drawn: list[tuple[int, float]], *, guess: Guess) -> None:

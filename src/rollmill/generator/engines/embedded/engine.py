@@ -31,6 +31,7 @@ from rollmill.clock import Clock
 from rollmill.errors import ConfigError, EngineDead, EngineError
 from rollmill.generator.engines.embedded.budget import KvBudget, MemoryParts, plan_kv
 from rollmill.generator.engines.embedded.core import EngineCore
+from rollmill.generator.engines.embedded.drafting import Drafter, DraftModel
 from rollmill.generator.engines.embedded.host_tier import HostTier
 from rollmill.generator.engines.embedded.kv import BLOCK_TOKENS, KvCache
 from rollmill.generator.engines.embedded.linears import KernelChoice
@@ -42,7 +43,7 @@ from rollmill.generator.engines.sequence import Sequence, check_request
 from rollmill.types import GenerateRequest, TokenChunk, Turn
 
 R = TypeVar("R")
-SpeculationChoice = Literal["off", "ngram"]
+SpeculationChoice = Literal["off", "ngram", "draft"]
 _log = logging.getLogger(__name__)
 
 _JOIN_S = 30.0
@@ -61,6 +62,8 @@ CAPABILITIES = (
     "pause_keep",
     "prefix_cache",
     "score",
+    "speculation_draft",
+    "speculation_ngram",
     "stage",
     "streaming",
     "top_k",
@@ -95,7 +98,9 @@ class EmbeddedEngine:
         host_kv_directory: where that file lies.
         stage_weights: whether a second set of weights will be in memory; counted against the limit.
         speculation: `ngram` guesses what followed the last tokens before, here or in a sibling, where that pays; the
-            tokens are the same either way. `off` never guesses.
+            tokens are the same either way. `draft` lets a small model guess, where that pays; the distribution is the
+            same either way. `off` never guesses.
+        draft: the small model of `draft`, of the same vocabulary.
         kernels: whether compiled kernels multiply with the weights: `auto`, `native` or `torch`.
         quantization: `int8` keeps the weights of linear layers in eight bits, with a factor per 32 inputs.
         before_step: called on the worker thread before each step; an exception from it kills the engine. For fault
@@ -103,7 +108,8 @@ class EmbeddedEngine:
         model: made from these arguments before, and holding these weights; made here if `None`.
 
     Raises:
-        ConfigError: if the memory that is given holds no sequence, or a pass no prompt.
+        ConfigError: if the memory that is given holds no sequence, or a pass no prompt; if the draft is missing, or of
+            another vocabulary.
         ModelError: if the architecture cannot be served.
         WeightError: if the tensors do not fit it.
     """
@@ -128,6 +134,7 @@ class EmbeddedEngine:
         host_kv_directory: str | Path | None = None,
         stage_weights: bool = True,
         speculation: SpeculationChoice = "off",
+        draft: DraftModel | None = None,
         kernels: KernelChoice = "auto",
         quantization: Quantization = "none",
         before_step: Callable[[], None] | None = None,
@@ -147,14 +154,22 @@ class EmbeddedEngine:
                 f"generator.max_num_batched_tokens {limit} is less than generator.max_num_seqs {max_num_seqs}: a pass "
                 "could not give every sequence a token; raise the first or lower the second"
             )
+        if speculation != "draft":
+            draft = None
+        elif draft is None:
+            raise ConfigError(
+                'generator.speculation is "draft" and no draft model was given: name one in generator.draft_model'
+            )
+        else:
+            draft.check(model)
         self._budget = plan_kv(
+            draft_block_bytes=0 if draft is None else draft.model.block_bytes(BLOCK_TOKENS),
             block_bytes=model.block_bytes(BLOCK_TOKENS),
             block_tokens=BLOCK_TOKENS,
             max_num_seqs=max_num_seqs,
             max_model_len=max_model_len,
-            parts=MemoryParts(
-                weights=model.buffer_bytes * (2 if stage_weights else 1),
-                activations=model.activation_bytes(tokens=limit, rows=max_num_seqs, length=max_model_len),
+            parts=_beside_kv(
+                model, draft, staged=stage_weights, limit=limit, max_num_seqs=max_num_seqs, max_model_len=max_model_len
             ),
             kv_cache_memory_bytes=kv_cache_memory_bytes,
             memory_limit_bytes=memory_limit_bytes,
@@ -178,6 +193,8 @@ class EmbeddedEngine:
             clock=clock,
             meter=self._meter,
         )
+        if draft is not None:
+            self._core.speculator = Drafter(draft, kv=self._core.kv, max_num_batched_tokens=limit)
         self._before_step = before_step
         self._wake = threading.Condition()
         self._commands: deque[Callable[[], None]] = deque()
@@ -204,7 +221,7 @@ class EmbeddedEngine:
             vocabulary_size=model.vocabulary_size,
             max_model_len=core.max_model_len,
             max_num_seqs=core.max_num_seqs,
-            kv_bytes=core.kv.pool.nbytes,
+            kv_bytes=self._budget.nbytes,
             capabilities=self._capabilities(),
             policy_version=core.policy_version,
             digest=core.digest,
@@ -505,6 +522,19 @@ def _host_tier(folder: str | Path | None, *, nbytes: int | None, budget: KvBudge
         )
     block_bytes, tokens = budget.block_bytes, budget.block_tokens
     return HostTier(Path(folder), nbytes=nbytes, block_bytes=block_bytes, block_tokens=tokens, clock=clock)
+
+
+def _beside_kv(
+    model: ServedModel, draft: DraftModel | None, *, staged: bool, limit: int, max_num_seqs: int, max_model_len: int
+) -> MemoryParts:
+    """Return what takes memory beside KV; a draft's weights are there once, for they are never swapped."""
+    rows = max_num_seqs if draft is None else min(limit, max_num_seqs * (1 + draft.tokens))
+    weights = model.buffer_bytes * (2 if staged else 1)
+    activations = model.activation_bytes(tokens=limit, rows=rows, length=max_model_len)
+    if draft is not None:
+        weights += draft.model.buffer_bytes
+        activations += draft.model.activation_bytes(tokens=limit, rows=rows, length=max_model_len)
+    return MemoryParts(weights=weights, activations=activations)
 
 
 def _on_this_loop(on_tokens: OnTokens) -> OnTokens:

@@ -4,6 +4,9 @@ One uniform number per token from the request's own counter-based stream, then i
 distribution: what a request draws does not depend on who shares its batch (beyond the rounding of the logits). The
 distribution is shaped by temperature, then top-k, then top-p, and renormalised; the log-prob that is returned is of
 exactly that distribution. Greedy rows (temperature 0, evaluation only) report the log-prob under temperature 1.
+
+`sample` is `shaped` and then `draw`. Speculative decoding by a draft model needs whole distributions instead of one
+draw from each: `weigh` gives them, just those that `draw` draws from, and `pick` draws from weights of any origin.
 """
 
 from __future__ import annotations
@@ -43,23 +46,64 @@ def sample(
     Raises:
         EngineError: if a row holds no finite maximum (weights or KV are NaN or infinite).
     """
+    return draw(shaped(logits, params=params), params=params, uniform=stream(params, counters))
+
+
+def stream(params: Sequence[SamplingParams], counters: np.ndarray) -> np.ndarray:
+    """Return float64 [rows] in [0, 1): number `counters[i]` of the stream of each row's request."""
+    return uniforms(np.array([p.seed for p in params], dtype=np.uint64), counters)
+
+
+def shaped(logits: torch.Tensor, *, params: Sequence[SamplingParams]) -> torch.Tensor:
+    """Return float32 logits divided by the temperature, with the greatest of each row at 0.
+
+    Args:
+        logits: float [rows, vocabulary]; overwritten if float32.
+        params: of each row.
+    """
     logits = logits.float()
     temperatures = np.array([p.temperature if p.temperature > 0 else 1.0 for p in params], dtype=np.float32)
     if np.any(temperatures != 1.0):
         logits.div_(torch.from_numpy(temperatures)[:, None])
-    logits.sub_(logits.amax(-1, keepdim=True))
-    uniform = uniforms(np.array([p.seed for p in params], dtype=np.uint64), counters)
+    return logits.sub_(logits.amax(-1, keepdim=True))
+
+
+def draw(
+    logits: torch.Tensor, *, params: Sequence[SamplingParams], uniform: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Draw one token per row of `shaped` logits.
+
+    Args:
+        logits: float32 [rows, vocabulary].
+        params: of each row.
+        uniform: float64 [rows] in [0, 1).
+
+    Returns:
+        int64 [rows] tokens and float32 [rows] log-probs.
+
+    Raises:
+        EngineError: if a row is not finite.
+    """
     tokens = np.zeros(len(params), dtype=np.int64)
     logprobs = np.zeros(len(params), dtype=np.float32)
     for rows, draw in _by_kind(params):
         picked = logits if len(rows) == len(params) else logits[torch.from_numpy(rows)]
         tokens[rows], logprobs[rows] = draw(picked, [params[row] for row in rows], uniform[rows])
-    if not np.isfinite(logprobs).all():
+    refuse_infinite(logprobs)
+    return tokens, logprobs
+
+
+def refuse_infinite(numbers: np.ndarray) -> None:
+    """Refuse rows whose log-prob, or mass, is not finite.
+
+    Raises:
+        EngineError: saying how many.
+    """
+    if not np.isfinite(numbers).all():
         raise EngineError(
-            f"logits of {int((~np.isfinite(logprobs)).sum())} of {len(params)} sequences are not finite: the weights "
+            f"logits of {int((~np.isfinite(numbers)).sum())} of {len(numbers)} sequences are not finite: the weights "
             "being served (or KV made with them) hold NaN or infinity; publish sound weights"
         )
-    return tokens, logprobs
 
 
 def _by_kind(params: Sequence[SamplingParams]) -> list[tuple[np.ndarray, _Draw]]:
@@ -86,25 +130,75 @@ def _greedy(
 def _plain(
     logits: torch.Tensor, params: Sequence[SamplingParams], uniform: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    rows, vocabulary = logits.shape
-    blocks = -(-vocabulary // _BLOCK)
-    weights = logits.new_empty(rows, blocks * _BLOCK)
-    torch.exp(logits, out=weights[:, :vocabulary])
-    weights[:, vocabulary:] = 0.0
-    weights = weights.view(rows, blocks, _BLOCK)
+    tokens, totals = pick(_weights_of_all(logits), uniform)
+    logprobs = logits.numpy()[np.arange(len(tokens)), tokens] - np.log(totals)
+    return tokens, logprobs.astype(np.float32)
+
+
+def pick(weights: torch.Tensor, uniform: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Draw one token per row in proportion to its weight, by inversion.
+
+    Args:
+        weights: float32 [rows, width], not negative; a width as `weigh` gives it.
+        uniform: float64 [rows] in [0, 1).
+
+    Returns:
+        int64 [rows] tokens and float64 [rows], the sum of each row's weights.
+    """
+    rows = len(weights)
+    weights = weights.view(rows, -1, _BLOCK)
     block_cdf = weights.sum(-1).double().cumsum(-1)
     total = block_cdf[:, -1].numpy()
     block, rest = _invert(block_cdf.numpy(), uniform * total)
     inner_cdf = weights[torch.arange(rows), torch.from_numpy(block)].double().cumsum(-1).numpy()
     inner, _ = _invert(inner_cdf, rest)
-    tokens = block * _BLOCK + inner
-    logprobs = logits.numpy()[np.arange(rows), tokens] - np.log(total)
-    return tokens, logprobs.astype(np.float32)
+    return block * _BLOCK + inner, total
+
+
+def weigh(logits: torch.Tensor, *, params: Sequence[SamplingParams]) -> tuple[torch.Tensor, np.ndarray]:
+    """Return the whole distribution of each row of `shaped` logits: what `draw` draws from.
+
+    Args:
+        logits: float32 [rows, vocabulary].
+        params: of each row; a greedy one counts as temperature 1.
+
+    Returns:
+        float32 [rows, width] weights, the vocabulary and zeros behind it up to whole blocks, and float64 [rows], their
+        sums. What the filters leave out weighs nothing.
+    """
+    weights = _weights_of_all(logits)
+    totals = weights.view(len(weights), -1, _BLOCK).sum(-1).double().cumsum(-1)[:, -1].numpy()
+    filtered = [row for row, p in enumerate(params) if p.temperature > 0 and (p.top_k or p.top_p < 1.0)]
+    if filtered:
+        rows = torch.tensor(filtered)
+        _, candidates, kept = _kept(logits[rows], [params[row] for row in filtered])
+        weights[rows] = torch.zeros_like(weights[rows]).scatter_(1, candidates, torch.from_numpy(kept).float())
+        totals[filtered] = kept.cumsum(-1)[:, -1]
+    return weights, totals
+
+
+def _weights_of_all(logits: torch.Tensor) -> torch.Tensor:
+    """Return float32 [rows, width]: the exponentials, and zeros up to whole blocks."""
+    rows, vocabulary = logits.shape
+    weights = logits.new_empty(rows, -(-vocabulary // _BLOCK) * _BLOCK)
+    torch.exp(logits, out=weights[:, :vocabulary])
+    weights[:, vocabulary:] = 0.0
+    return weights
 
 
 def _filtered(
     logits: torch.Tensor, params: Sequence[SamplingParams], uniform: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
+    values, candidates, weights = _kept(logits, params)
+    cdf = weights.cumsum(-1)
+    chosen, _ = _invert(cdf, uniform * cdf[:, -1])
+    index = np.arange(len(params))
+    logprobs = values.double().numpy()[index, chosen] - np.log(cdf[:, -1])
+    return candidates.numpy()[index, chosen], logprobs.astype(np.float32)
+
+
+def _kept(logits: torch.Tensor, params: Sequence[SamplingParams]) -> tuple[torch.Tensor, torch.Tensor, np.ndarray]:
+    """Return the greatest logits of each row, which tokens they are, and their weights after the filters."""
     vocabulary = logits.shape[1]
     widest = max(p.top_k for p in params)
     if any(p.top_k == 0 for p in params):
@@ -116,11 +210,7 @@ def _filtered(
     weights = values.double().exp().numpy()
     for row, p in enumerate(params):
         _cut(weights[row], p, normaliser=normaliser[row])
-    cdf = weights.cumsum(-1)
-    chosen, _ = _invert(cdf, uniform * cdf[:, -1])
-    index = np.arange(len(params))
-    logprobs = values.double().numpy()[index, chosen] - np.log(cdf[:, -1])
-    return candidates.numpy()[index, chosen], logprobs.astype(np.float32)
+    return values, candidates, weights
 
 
 def _reaches(values: torch.Tensor, params: Sequence[SamplingParams], normaliser: np.ndarray) -> bool:

@@ -1,8 +1,9 @@
-"""Speculative decoding without a second model: what came after the last tokens before, here or in a sibling, is tried.
+"""Speculative decoding: who guesses, and guesses without a second model.
 
-Decides what is guessed and whether it pays; draws nothing. A guess is fed behind the newest token in one pass. Each
-position's token is then drawn from the model's own distribution with that position's own uniform number, and counts as
-long as it is what was guessed: the tokens are those of decoding without guesses, to the last one.
+What came after the last tokens before, here or in a sibling, is tried. (A draft model guesses in `drafting`.) Decides
+what is guessed and whether it pays; draws nothing. A guess is fed behind the newest token in one pass. Each position's
+token is then drawn from the model's own distribution with that position's own uniform number, and counts as long as it
+is what was guessed: the tokens are those of decoding without guesses, to the last one.
 
 A row more costs time whether its token is used or not, and passes with many rows are bound by arithmetic. A guess with
 probability `p` of being right pays in a pass of `rows` rows where `p > rows / (free + rows)`; a pass takes as long as
@@ -15,6 +16,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from rollmill.generator.engines.sequence import Sequence
 
@@ -132,6 +134,51 @@ class Guess:
     order: int = 0
 
 
+class Guesser(Protocol):
+    """Says what may follow, and learns what came of it.
+
+    Attributes:
+        guessed: tokens that were guessed.
+        accepted: of those, how many counted.
+    """
+
+    guessed: int
+    accepted: int
+
+    def guess(self, sequences: list[Sequence], *, rows: int, most: int) -> list[Guess]:
+        """Return a guess, often empty, for each sequence.
+
+        Args:
+            sequences: that get a token in the pass.
+            rows: of the pass without guesses.
+            most: rows that may be added.
+        """
+        ...
+
+    def see(self, guess: Guess, *, right: int) -> None:
+        """Learn how many tokens of a guess counted."""
+        ...
+
+    def passed(self, *, sequences: int, rows: int, tokens: int, seconds: float) -> None:
+        """Take in what a pass took that computed no prompt, with the guessing in front of it.
+
+        Args:
+            sequences: that ran.
+            rows: decoded, guesses included.
+            tokens: that came of it.
+            seconds: that it took.
+        """
+        ...
+
+    def forget(self, sequence: Sequence) -> None:
+        """Follow a sequence no longer."""
+        ...
+
+    def clear(self) -> None:
+        """Follow nobody."""
+        ...
+
+
 class Speculator:
     """Guesses from what was said before.
 
@@ -204,6 +251,10 @@ class Speculator:
         self.accepted += right
         for place in range(min(right + 1, len(guess.tokens))):
             (self._further if place else self._first[guess.order]).see(place < right)
+
+    def passed(self, *, sequences: int, rows: int, tokens: int, seconds: float) -> None:
+        """Take in what a pass took that computed no prompt."""
+        self.cost.see(rows, seconds=seconds)
 
     def forget(self, sequence: Sequence) -> None:
         """Follow a sequence no longer; its siblings may go on repeating it."""
