@@ -24,9 +24,12 @@ class Rig(Protocol):
 
     name: str
     python: bool
+    levels: frozenset[str]
 
     def run(self, body: Callable[[Provider], Awaitable[Any]]) -> Any: ...
 
+
+LEVELS = frozenset({"hardened", "capped"})
 
 _numbers = itertools.count()
 
@@ -52,6 +55,7 @@ class RealRig:
 
     name = "namespaces"
     python = True
+    levels = LEVELS
 
     def __init__(self, directory: Path, **settings: Any) -> None:
         self.runner = asyncio.Runner()
@@ -80,6 +84,7 @@ class FakeRig:
 
     name = "fake"
     python = False
+    levels = LEVELS
 
     def __init__(self, **options: Any) -> None:
         self._options = options

@@ -333,6 +333,9 @@ def test_a_file_larger_than_the_caller_takes_is_refused(rig):
 
 def test_bytes_and_inodes_end_at_their_limits_and_the_sandbox_lives_on(rig):
     async def body(provider: Provider) -> None:
+        held = (await provider.capabilities()).limits
+        if not {"disk_bytes", "inodes"} <= set(held):
+            pytest.skip("whoever runs these sandboxes sets these limits")
         sandbox = await start(provider, limited(disk_bytes=1024**2, inodes=600))
         with pytest.raises(SandboxExhausted):
             await sandbox.write("/tmp/big", b"x" * (2 * 1024**2))
@@ -354,7 +357,10 @@ def test_usage_counts_what_was_written(rig):
         before = await sandbox.usage()
         await sandbox.write("/tmp/a", b"x" * 1_000_000)
         after = await sandbox.usage()
-        assert before.disk_bytes is not None
+        if before.disk_bytes is None:
+            assert after.disk_bytes is None
+            await sandbox.kill()
+            pytest.skip("nothing counts this here")
         assert after.disk_bytes is not None
         assert 1_000_000 <= after.disk_bytes - before.disk_bytes < 1_100_000
         assert (after.inodes or 0) - (before.inodes or 0) == 1
@@ -428,7 +434,7 @@ def test_lists_show_labels_states_and_leases_and_skip_what_is_unknown(rig):
         (only,) = await provider.list(labels={"run": run, "i": "1"})
         assert (only.sandbox_id, only.state, only.lease.rollout_id) == (names[1], SandboxState.READY, "r1")
         assert 0 < only.lease_left_s <= 100
-        assert only.isolation in {"hardened", "capped"}
+        assert only.isolation in rig.levels
         assert set(await provider.status([*names, "unknown"])) == set(names)
         await provider.kill([names[0], "unknown"])
         assert [one.sandbox_id for one in await provider.list(labels={"run": run}, state=SandboxState.READY)] == names[
