@@ -349,6 +349,8 @@ class InferenceService:
             dtype=info.dtype,
             finished_turns=self._finished_turns,
             host_kv=load.host_kv,
+            guessed_tokens=load.guessed_tokens,
+            accepted_tokens=load.accepted_tokens,
         )
 
 

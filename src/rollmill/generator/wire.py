@@ -93,6 +93,8 @@ class ReplicaStatus(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str
     finished_turns: int = 0
     host_kv: HostKvLoad | None = None
+    guessed_tokens: int = 0
+    accepted_tokens: int = 0
 
 
 # -- generate

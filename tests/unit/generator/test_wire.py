@@ -118,6 +118,8 @@ def test_a_status_comes_back_equal(host_kv):
         dtype="float32",
         finished_turns=11,
         host_kv=host_kv,
+        guessed_tokens=12,
+        accepted_tokens=13,
     )
     assert wire.status_from_message(over_the_wire(wire.status_to_message(status))) == status
 

@@ -38,7 +38,7 @@ from rollmill.types import GenerateRequest, Turn
 
 _SUMMED = (
     "running", "waiting", "kv_used_tokens", "kv_capacity_tokens", "output_tokens", "prefill_tokens", "cached_tokens",
-    "max_num_seqs", "finished_turns",
+    "max_num_seqs", "finished_turns", "guessed_tokens", "accepted_tokens",
 )  # fmt: skip
 
 ANY_MODEL = "default"
