@@ -13,6 +13,7 @@ from typing import Any
 import click
 
 from rollmill.cli.output import json_option, show
+from rollmill.cli.sandbox_serve import serve_command, show_command
 from rollmill.errors import SandboxError
 from rollmill.sandboxes import (
     DirectoryImage,
@@ -40,6 +41,9 @@ _LOOK_S = 0.05
 def sandbox_group() -> None:
     """Sandboxes of this machine: run a command, list and end them, and see what protects the host."""
 
+
+sandbox_group.add_command(serve_command)
+sandbox_group.add_command(show_command)
 
 def _directory_option(command: Any) -> Any:
     text = "Where the records of sandboxes are; the user's runtime directory unless given."

@@ -1,0 +1,173 @@
+"""`rollmill sandbox serve` and `show`: sandboxes of this machine over HTTP, and all that is known of one."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+
+from rollmill.cli.output import json_option, show
+from rollmill.errors import ConfigError, SandboxDead
+from rollmill.sandboxes.backends.namespaces import NamespaceProvider, NamespaceSettings
+from rollmill.sandboxes.disk_records import DiskRecords, default_directory, is_alive
+from rollmill.sandboxes.isolation import parse_level
+
+_DIRECTORY = click.option(
+    "--directory",
+    type=click.Path(path_type=Path),
+    default=None,
+    help="Where the records of sandboxes are; the user's runtime directory unless given.",
+)
+
+
+@click.command("serve")
+@click.option(
+    "--listen",
+    default="127.0.0.1:3000",
+    show_default=True,
+    metavar="HOST:PORT",
+    help="Address; port 0 lets the system choose. Others than loopback are reached by whoever has the token.",
+)
+@click.option(
+    "--token-env",
+    required=True,
+    metavar="NAME",
+    help="Environment variable that holds the token of the control API, 16 characters or more.",
+)
+@click.option(
+    "--templates",
+    "templates_path",
+    type=click.Path(path_type=Path),
+    default=None,
+    help="TOML file that names images and their limits; without it `base` is the host's own directories.",
+)
+@click.option("--max-sandboxes", type=click.IntRange(min=1), default=1000, show_default=True, help="At a time.")
+@click.option(
+    "--max-timeout-s",
+    type=click.FloatRange(min=1),
+    default=86_400.0,
+    show_default=True,
+    help="Longest to be asked for.",
+)
+@click.option(
+    "--domain",
+    default=None,
+    help="What callers are told to reach sandboxes by, as PORT-ID.DOMAIN, behind a proxy with TLS.",
+)
+@click.option(
+    "--minimum-isolation", default="hardened", show_default=True, help="Refuse to run with less than this level."
+)
+@_DIRECTORY
+@json_option
+def serve_command(
+    listen: str,
+    token_env: str,
+    templates_path: Path | None,
+    max_sandboxes: int,
+    max_timeout_s: float,
+    domain: str | None,
+    minimum_isolation: str,
+    directory: Path | None,
+    as_json: bool,
+) -> None:
+    """Serve sandboxes of this machine to clients of E2B's API, until SIGTERM; they end with the service."""
+    from rollmill.sandboxes.service import Listen, ServiceSettings, load_templates
+    from rollmill.sandboxes.service.serving import check_serving, parse_listen
+
+    check_serving()
+    host, port = parse_listen(listen)
+    where = Listen(host=host, port=port, token=_token(token_env), domain=domain)
+    settings = ServiceSettings(
+        owner=f"serve-{os.getpid()}",
+        max_sandboxes=max_sandboxes,
+        max_timeout_s=max_timeout_s,
+        default_timeout_s=min(300.0, max_timeout_s),
+    )
+    backend = NamespaceSettings(directory=directory, minimum_isolation=parse_level(minimum_isolation))
+    templates = load_templates(templates_path)
+
+    def announce(url: str) -> None:
+        if not as_json:
+            for warning in where.warnings():
+                click.echo(f"warning: {warning}", err=True)
+        document = {"url": url, "pid": os.getpid(), "templates": sorted(templates), "warnings": where.warnings()}
+        show(document, text=_text(url, token_env, sorted(templates)), as_json=as_json)
+
+    try:
+        asyncio.run(_serve(where, settings=settings, backend=backend, templates=templates, announce=announce))
+    except asyncio.CancelledError as error:  # a second signal
+        raise KeyboardInterrupt from error
+
+
+def _token(name: str) -> str:
+    token = os.environ.get(name, "")
+    if not token:
+        raise ConfigError(
+            f"the environment variable {name} (--token-env) is empty or not set; set it, for example: export "
+            f"{name}=$(openssl rand -hex 16)"
+        )
+    return token
+
+
+async def _serve(where: Any, *, settings: Any, backend: NamespaceSettings, templates: Any, announce: Any) -> None:
+    from rollmill.runtime.stopping import stop_on_signals
+    from rollmill.sandboxes.service import Node, serve_node
+
+    with stop_on_signals() as stop:
+        async with (
+            NamespaceProvider(backend) as provider,
+            Node(provider, settings=settings, templates=templates) as node,
+        ):
+            await serve_node(node, listen=where, stop=stop, on_bound=announce)
+
+
+def _text(url: str, token_env: str, templates: list[str]) -> str:
+    return "\n".join(
+        [
+            f"{url}  (templates: {', '.join(templates)})",
+            f"For E2B's SDK: export E2B_API_URL={url} E2B_SANDBOX_URL={url} E2B_API_KEY=${token_env}",
+            f"Stop with Ctrl-C or: kill {os.getpid()}",
+        ]
+    )
+
+
+@click.command("show")
+@click.argument("sandbox_id", metavar="ID")
+@_DIRECTORY
+@json_option
+def show_command(sandbox_id: str, directory: Path | None, as_json: bool) -> None:
+    """Show all that is known of one sandbox of this user, of whatever process."""
+    from rollmill.sandboxes.guest.cgroups import Groups
+
+    record = DiskRecords(directory or default_directory()).read(sandbox_id)
+    if record is None:
+        raise SandboxDead(
+            f"no sandbox {sandbox_id} is here: it has ended, or is another user's. `rollmill sandbox list` shows all",
+            reason="provider_lost",
+            fault="infrastructure",
+        )
+    runs = record.first_process is not None and is_alive(record.first_process)
+    document = {
+        "id": record.sandbox_id,
+        "state": "orphan" if not is_alive(record.owner) else "running" if runs else "starting",
+        "backend": record.backend,
+        "age_s": round(max(0.0, time.time() - record.created_wall_s), 3),
+        "owner_pid": record.owner.pid,
+        "first_process_pid": None if record.first_process is None else record.first_process.pid,
+        "labels": record.labels,
+        "groups": [path for _, path in record.groups],
+        "usage": Groups(record.groups).usage(),
+    }
+    show(document, text=_words(document), as_json=as_json)
+
+
+def _words(document: dict[str, Any]) -> str:
+    lines = [f"{name:<18} {document[name]}" for name in ("id", "state", "backend", "age_s", "owner_pid")]
+    lines.append(f"{'first_process_pid':<18} {document['first_process_pid'] or '-'}")
+    lines += [f"{'label':<18} {name}={value}" for name, value in document["labels"].items()]
+    lines += [f"{'usage':<18} {name}={value}" for name, value in document["usage"].items()]
+    return "\n".join([*lines, *(f"{'group':<18} {path}" for path in document["groups"])])

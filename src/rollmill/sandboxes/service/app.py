@@ -1,0 +1,76 @@
+"""All of the service as one application: the control API, and the services that sandboxes are reached by.
+
+| path | who asks | what opens it |
+|---|---|---|
+| `/health` without a sandbox | anybody | nothing |
+| `/sandboxes`, `/v2/sandboxes`, ... | whoever makes sandboxes | the token of the service |
+| `/health` of a sandbox | its SDK, before it blames the network | nothing: it says only whether it runs |
+| programs, the file system, `/files` | whoever uses a sandbox | its token, or for files a signature by it |
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+import rollmill
+from rollmill.errors import RollmillError
+from rollmill.sandboxes.service.control import ControlFace
+from rollmill.sandboxes.service.exchange import sandbox_id_of
+from rollmill.sandboxes.service.file_face import FileFace
+from rollmill.sandboxes.service.law import HttpProblem
+from rollmill.sandboxes.service.node import Node
+from rollmill.sandboxes.service.problems import http_answer
+from rollmill.sandboxes.service.process_face import ProcessFace
+
+
+class ServiceApp(Starlette):
+    """The application of one node.
+
+    Args:
+        node: its sandboxes.
+        token: of the control API.
+        domain: what callers are told to reach sandboxes by, `None` where they name the address themselves.
+    """
+
+    def __init__(self, node: Node, *, token: str, domain: str | None = None) -> None:
+        self._node = node
+        super().__init__(
+            routes=[
+                Route("/health", self._health),
+                *ControlFace(node, token=token, domain=domain).routes(),
+                *ProcessFace(node).routes(),
+                *FileFace(node).routes(),
+            ],
+            exception_handlers={
+                RollmillError: self._fail,
+                HTTPException: self._fail_to_route,
+                ClientDisconnect: self._left,
+            },
+        )
+        self.router.redirect_slashes = False
+
+    async def _health(self, request: Request) -> Response:
+        sandbox_id = sandbox_id_of(request)
+        if not sandbox_id:
+            served = self._node.all()
+            return Response(f'{{"version":"{rollmill.__version__}","sandboxes":{len(served)}}}')
+        await self._node.check_runs(sandbox_id)
+        return Response(status_code=204)
+
+    async def _fail(self, request: Request, error: Any) -> Response:
+        return http_answer(error)
+
+    async def _fail_to_route(self, request: Request, error: Any) -> Response:
+        path = request.scope["path"]
+        if error.status_code == 405:
+            return http_answer(HttpProblem(405, f"{path} does not take {request.method}"))
+        return http_answer(HttpProblem(404, f"{path} is not served here"))
+
+    async def _left(self, request: Request, error: Any) -> Response:
+        return Response(status_code=499)

@@ -1,0 +1,170 @@
+"""Files of a sandbox as the file system service shows them, for one of its users.
+
+As in the service that it stands in for, calls are carried out by root inside; what they make belongs to the user.
+"""
+
+from __future__ import annotations
+
+import posixpath
+from datetime import UTC, datetime
+
+from rollmill.errors import SandboxFileError
+from rollmill.sandboxes.protocol import Sandbox
+from rollmill.sandboxes.records import FileInfo
+from rollmill.sandboxes.service.accounts import Account, Names
+from rollmill.sandboxes.service.connect import RpcProblem
+from rollmill.sandboxes.service.law import permissions
+from rollmill.sandboxes.service.wire import EntryInfo, FileType
+
+_TYPES = {"file": FileType.FILE, "directory": FileType.DIRECTORY}
+_FORMATS = {"file": 0o100000, "directory": 0o040000, "link": 0o120000}
+_MOST_ENTRIES = 10_000
+_CALL_S = 60.0
+_MOST_LINKS = 40
+
+
+class Inside:
+    """Files of one sandbox.
+
+    Args:
+        sandbox: whose.
+        names: its users and groups.
+    """
+
+    def __init__(self, sandbox: Sandbox, names: Names) -> None:
+        self._sandbox, self._names = sandbox, names
+
+    async def find(self, path: str) -> FileInfo | None:
+        """Return what is at a path, links not followed; `None` if nothing is."""
+        if path == "/":
+            return FileInfo(name="/", kind="directory", size_bytes=0, mode=0o755, modified_s=0.0)
+        directory, name = posixpath.split(path)
+        try:
+            entries = await self._sandbox.list_dir(directory)
+        except SandboxFileError:
+            return None
+        return next((entry for entry in entries if entry.name == name), None)
+
+    async def follow(self, path: str) -> tuple[str, FileInfo | None]:
+        """Return where the links of a path end, and what is there."""
+        for _ in range(_MOST_LINKS):
+            found = await self.find(path)
+            if found is None or found.kind != "link":
+                return path, found
+            path = posixpath.normpath(posixpath.join(posixpath.dirname(path), found.target))
+        raise RpcProblem("failed_precondition", f"{path!r} is a link of more than {_MOST_LINKS} links, or of itself")
+
+    async def entry(self, path: str) -> EntryInfo:
+        """Return what is at a path.
+
+        Raises:
+            RpcProblem: `not_found` if nothing is.
+        """
+        found = await self.find(path)
+        if found is None:
+            raise RpcProblem("not_found", f"{path!r} does not exist")
+        return await self._shown(path, found)
+
+    async def _shown(self, path: str, found: FileInfo) -> EntryInfo:
+        target_kind = found.kind
+        if found.kind == "link":
+            try:
+                _, end = await self.follow(path)
+            except RpcProblem:  # of itself
+                end = None
+            target_kind = "" if end is None else end.kind
+        return EntryInfo(
+            name=posixpath.basename(path) or "/",
+            type=_TYPES.get(target_kind, FileType.UNSPECIFIED),
+            path=path,
+            size=found.size_bytes,
+            mode=found.mode,
+            permissions=permissions(_FORMATS.get(found.kind, 0) | found.mode),
+            owner=self._names.owner(found.uid),
+            group=self._names.group(found.gid),
+            modified_time=datetime.fromtimestamp(found.modified_s, UTC),
+            symlink_target=found.target if found.kind == "link" else None,
+            is_symlink=found.kind == "link",
+        )
+
+    async def directory(self, path: str) -> str:
+        """Return where a directory is, links followed.
+
+        Raises:
+            RpcProblem: `not_found`, or `invalid_argument` if it is none.
+        """
+        end, found = await self.follow(path)
+        if found is None:
+            raise RpcProblem("not_found", f"{path!r} does not exist")
+        if found.kind != "directory":
+            raise RpcProblem("invalid_argument", f"{path!r} is not a directory")
+        return end
+
+    async def list(self, path: str, *, depth: int) -> tuple[EntryInfo, ...]:
+        """Return what is below a directory, so many levels deep, each directory before what is in it.
+
+        Raises:
+            RpcProblem: `not_found`, `invalid_argument`, or `resource_exhausted` if there is too much.
+        """
+        found: list[EntryInfo] = []
+        await self._walk(await self.directory(path), depth, found)
+        return tuple(found)
+
+    async def _walk(self, path: str, depth: int, into: list[EntryInfo]) -> None:
+        for entry in await self._sandbox.list_dir(path):
+            if len(into) >= _MOST_ENTRIES:
+                raise RpcProblem(
+                    "resource_exhausted", f"more than {_MOST_ENTRIES} entries are there; list less at once"
+                )
+            below = posixpath.join(path, entry.name)
+            into.append(await self._shown(below, entry))
+            if entry.kind == "directory" and depth > 1:
+                await self._walk(below, depth - 1, into)
+
+    async def make_dir(self, path: str, account: Account) -> EntryInfo:
+        """Make a directory and those above it.
+
+        Raises:
+            RpcProblem: `already_exists`, or `invalid_argument` if something else is there.
+        """
+        _, found = await self.follow(path)
+        if found is not None:
+            if found.kind == "directory":
+                raise RpcProblem("already_exists", f"the directory {path!r} exists")
+            raise RpcProblem("invalid_argument", f"{path!r} exists and is not a directory")
+        await self.make_parents(posixpath.join(path, "."), account)
+        return await self.entry(path)
+
+    async def make_parents(self, path: str, account: Account) -> None:
+        """Make the directories above a path that are missing; they belong to the user."""
+        directory, missing = posixpath.dirname(path), ""
+        above = directory
+        while above != "/" and (await self.follow(above))[1] is None:
+            missing, above = above, posixpath.dirname(above)
+        if missing:
+            await self._run("mkdir", "-p", "--", directory)
+            if account.uid or account.gid:
+                await self._run("chown", "-R", f"{account.uid}:{account.gid}", "--", missing)
+
+    async def move(self, source: str, destination: str, account: Account) -> EntryInfo:
+        """Move a file or directory.
+
+        Raises:
+            RpcProblem: `not_found` if it is not there.
+        """
+        await self.entry(source)
+        await self.make_parents(destination, account)
+        await self._run("mv", "-T", "--", source, destination)
+        return await self.entry(destination)
+
+    async def remove(self, path: str) -> None:
+        """Remove a file, or a directory with all that is in it; what is not there is removed already."""
+        if path == "/":
+            raise RpcProblem("invalid_argument", "the root directory is not to be removed; kill the sandbox instead")
+        await self._run("rm", "-rf", "--", path)
+
+    async def _run(self, *argv: str) -> None:
+        result = await self._sandbox.exec(argv, cwd="/", timeout_s=_CALL_S)
+        if result.exit_code:
+            text = result.stderr.decode("utf-8", "replace").strip()[:500]
+            raise RpcProblem("internal", f"{argv[0]} ended with {result.exit_code}: {text}")

@@ -1,0 +1,455 @@
+"""The sandboxes of one node as callers of the service know them, and their ends.
+
+| who | waits for | until |
+|---|---|---|
+| `create` | the provider | its own start deadline |
+| a pause, a resume, a kill | the one before it on the same sandbox, then the provider | `transition_s` |
+| each sandbox | its timeout | it is ended or paused, as its creator chose |
+
+What is due and what follows is `law`'s to say. Tokens and metadata are in memory only: sandboxes end with this service.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+from collections import deque
+from collections.abc import AsyncIterator, Coroutine, Mapping
+from types import TracebackType
+from typing import Any
+
+from rollmill.clock import Clock, SystemClock
+from rollmill.errors import CreateUnknown, DeadlineExceeded, RollmillError, SandboxDead, SandboxRetryable
+from rollmill.sandboxes.protocol import Provider, Sandbox
+from rollmill.sandboxes.records import DeathReason, Lease, Record, SandboxSpec, Usage
+from rollmill.sandboxes.service.accounts import Accounts
+from rollmill.sandboxes.service.law import Fate, HttpProblem, Listed, Plan, Standing, end_after_connect, fate
+from rollmill.sandboxes.service.problems import gone
+from rollmill.sandboxes.service.programs import Programs
+from rollmill.sandboxes.service.settings import ServiceSettings
+from rollmill.sandboxes.service.templates import Template
+
+_log = logging.getLogger(__name__)
+_SAMPLES = 120
+_RECONCILE_S = 30.0
+_RETRY_S = 1.0
+
+
+class Order(Record, frozen=True, kw_only=True):
+    """What a caller wants created.
+
+    Attributes:
+        template: its name.
+        timeout_s: life from now.
+        metadata: the caller's own words.
+        envs: environment of every command.
+        plan: what happens at the timeout.
+        key: of a call that may come twice and must make one sandbox; empty for none.
+    """
+
+    template: str
+    timeout_s: float
+    metadata: Mapping[str, str] = {}
+    envs: Mapping[str, str] = {}
+    plan: Plan = Plan()
+    key: str = ""
+
+
+class Sample(Record, frozen=True, kw_only=True):
+    """What a sandbox used at a time."""
+
+    wall_s: float
+    usage: Usage
+    cpu_pct: float
+
+
+class Served:
+    """One sandbox of the service.
+
+    Attributes:
+        token: opens its files and programs.
+        end_s: when its timeout ends, on the loop's clock.
+    """
+
+    def __init__(self, sandbox_id: str, order: Order, *, spec: SandboxSpec, envs: Mapping[str, str]) -> None:
+        self.id = sandbox_id
+        self.order = order
+        self.spec = spec
+        self.envs = dict(envs)
+        self.token = secrets.token_urlsafe(32)
+        self.standing = Standing.RUNNING
+        self.started_wall_s = 0.0
+        self.end_s = 0.0
+        self.programs: Programs
+        self.accounts: Accounts
+        self.watchers: dict[str, Any] = {}
+        self.samples: deque[Sample] = deque(maxlen=_SAMPLES)
+        self.timer: asyncio.TimerHandle | None = None
+        self.turn = asyncio.Lock()
+        self._sandbox: Sandbox | None = None
+
+    @property
+    def sandbox(self) -> Sandbox:
+        """Return the backend's sandbox."""
+        if self._sandbox is None:
+            raise gone(self.id, "it is still starting")
+        return self._sandbox
+
+    def began(self, sandbox: Sandbox, *, wall_s: float) -> None:
+        """Note that it answers."""
+        self._sandbox, self.started_wall_s = sandbox, wall_s
+
+    def listed(self) -> Listed:
+        """Return what lists filter and sort by."""
+        return Listed(
+            sandbox_id=self.id,
+            started_s=self.started_wall_s,
+            standing=self.standing,
+            template=self.order.template,
+            metadata=self.order.metadata,
+        )
+
+
+class Node:
+    """The sandboxes of this node. Use it as an asynchronous context manager.
+
+    Args:
+        provider: runs them; closed by whoever opened it.
+        settings: how.
+        templates: what callers may ask for.
+        clock: of the times that callers see.
+    """
+
+    def __init__(
+        self,
+        provider: Provider,
+        *,
+        settings: ServiceSettings | None = None,
+        templates: Mapping[str, Template],
+        clock: Clock | None = None,
+    ) -> None:
+        self.settings = ServiceSettings() if settings is None else settings
+        self.templates = templates
+        self.default_user = "root"
+        self._provider = provider
+        self._clock = SystemClock() if clock is None else clock
+        self._served: dict[str, Served] = {}
+        self._starting = 0
+        self._by_key: dict[str, tuple[Order, asyncio.Task[Served]]] = {}
+        self._can_pause = False
+        self._group = asyncio.TaskGroup()
+        self._running: set[asyncio.Task[None]] = set()
+
+    async def __aenter__(self) -> Node:
+        """Ask the provider what it can, and begin."""
+        capabilities = await self._provider.capabilities()
+        self._can_pause = capabilities.pause
+        self.default_user = self.settings.default_user or ("user" if capabilities.users else "root")
+        self._loop = asyncio.get_running_loop()
+        await self._group.__aenter__()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """End every sandbox that was made here."""
+        try:
+            for one in self._served.values():
+                self._disarm(one)
+            await self._provider.kill(list(self._served), reason=DeathReason.RELEASED)
+            self._served.clear()
+        finally:
+            for task in self._running:
+                task.cancel()
+            await self._group.__aexit__(kind, error, trace)
+
+    def run(self, work: Coroutine[Any, Any, None], *, name: str) -> None:
+        """Run something that belongs to no call; its error is logged and ends nothing else."""
+        task = self._group.create_task(_guarded(work, name), name=name)
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+
+    # -- what there is -----------------------------------------------------------------------------------------------
+
+    @property
+    def can_pause(self) -> bool:
+        """Return whether the backend can pause a sandbox on this machine."""
+        return self._can_pause
+
+    def all(self) -> dict[str, Served]:
+        """Return the sandboxes that live, by id."""
+        for one in list(self._served.values()):
+            self._alive(one)
+        return dict(self._served)
+
+    def find(self, sandbox_id: str) -> Served:
+        """Return a sandbox that lives.
+
+        Raises:
+            HttpProblem: 404 if there is none.
+        """
+        served = self._served.get(sandbox_id)
+        if served is None or not self._alive(served):
+            raise HttpProblem(404, f"sandbox {sandbox_id!r} is not here: it was never made, has ended, or is another's")
+        return served
+
+    def _alive(self, served: Served) -> bool:
+        if served.sandbox.death is None:
+            return True
+        self._forget(served)
+        return False
+
+    async def check_runs(self, sandbox_id: str) -> None:
+        """Refuse to call a sandbox running that is not; a paused one stays so.
+
+        Raises:
+            HttpProblem: 502, in the words that the public SDK looks for.
+        """
+        served = self.all().get(sandbox_id)
+        if served is None or served.standing is not Standing.RUNNING:
+            raise gone(sandbox_id, "it is paused" if served is not None else "it was never made here, or has ended")
+
+    async def for_traffic(self, sandbox_id: str) -> Served:
+        """Return a sandbox that answers; a paused one is resumed if its creator chose so.
+
+        Raises:
+            HttpProblem: 502, in the words that the public SDK looks for, if it does not.
+        """
+        served = self._served.get(sandbox_id)
+        if served is None:
+            raise gone(sandbox_id, "it was never made here, or has ended")
+        if not self._alive(served):
+            end = served.sandbox.death
+            raise gone(sandbox_id, "it has ended" if end is None else f"it has ended ({end.reason.value}) {end.detail}")
+        if served.standing is Standing.PAUSED:
+            if not served.order.plan.auto_resume:
+                raise gone(sandbox_id, "it is paused; connect to it, which resumes it")
+            await self.connect(sandbox_id, timeout_s=served.order.timeout_s)
+        return served
+
+    def end_wall_s(self, served: Served) -> float:
+        """Return when a sandbox's timeout ends, since the epoch."""
+        return self._clock.wall_s() + served.end_s - self._loop.time()
+
+    def wall_s(self) -> float:
+        """Return the time since the epoch."""
+        return self._clock.wall_s()
+
+    # -- creation ----------------------------------------------------------------------------------------------------
+
+    async def create(self, order: Order) -> Served:
+        """Make a sandbox; a call with the key of an earlier one returns what that one made.
+
+        Raises:
+            HttpProblem: 404 for an unknown template, 409 if the key was used for something else, 429 if there are too
+                many, 501 if it is to be paused and that cannot be done here.
+        """
+        if not order.key:
+            return await self._create(order)
+        known = self._by_key.get(order.key)
+        if known is not None and known[0] != order:
+            raise HttpProblem(
+                409,
+                f"the idempotency key {order.key!r} was used for another sandbox; choose another key",
+                word="idempotency_request_mismatch",
+            )
+        if known is None or (known[1].done() and not _lives(known[1])):
+            known = order, asyncio.ensure_future(self._create(order))
+            self._by_key[order.key] = known
+        return await asyncio.shield(known[1])
+
+    async def _create(self, order: Order) -> Served:
+        self._check(order)
+        template = self.templates[order.template]
+        spec = template.spec(wall_s=self.settings.max_lifetime_s)
+        sandbox_id = f"sbx{secrets.token_hex(9)}"
+        own = {"E2B_SANDBOX": "true", "E2B_SANDBOX_ID": sandbox_id, "E2B_TEMPLATE_ID": order.template}
+        served = Served(sandbox_id, order, spec=spec, envs={**own, **template.envs, **order.envs})
+        self._starting += 1
+        try:
+            sandbox = await self._made(served)
+        finally:
+            self._starting -= 1
+        served.began(sandbox, wall_s=self._clock.wall_s())
+        served.programs = Programs(stall_s=self.settings.stream_stall_s)
+        served.accounts = Accounts(sandbox)
+        self._served[sandbox_id] = served
+        self._set_end(served, self._loop.time() + order.timeout_s)
+        return served
+
+    def _check(self, order: Order) -> None:
+        if order.template not in self.templates:
+            known = ", ".join(sorted(self.templates))
+            raise HttpProblem(404, f"template {order.template!r} is not known here; there are: {known}")
+        if order.plan.pause and not self._can_pause:
+            raise HttpProblem(501, "a sandbox that is to be paused at its timeout needs a backend that can pause")
+        self.check_timeout(order.timeout_s)
+        alive = len(self.all()) + self._starting
+        if alive >= self.settings.max_sandboxes:
+            raise HttpProblem(
+                429,
+                f"{alive} sandboxes are here and {self.settings.max_sandboxes} may be (max_sandboxes); end some first",
+                after_s=_RETRY_S,
+            )
+
+    def check_timeout(self, timeout_s: float) -> None:
+        """Refuse a timeout that is too long.
+
+        Raises:
+            HttpProblem: 400.
+        """
+        if not 0 <= timeout_s <= self.settings.max_timeout_s:
+            raise HttpProblem(
+                400, f"the timeout is {timeout_s:g} s; it must be between 0 and {self.settings.max_timeout_s:g}"
+            )
+
+    async def _made(self, served: Served) -> Sandbox:
+        labels = {"service": self.settings.owner, "template": served.order.template, **served.order.metadata}
+        lease = self._lease(served.order.timeout_s)
+        try:
+            return await self._provider.create(served.spec, id=served.id, labels=labels, lease=lease)
+        except SandboxDead as error:  # before it answered once
+            raise SandboxRetryable(f"the sandbox ended while it started: {error}", after_s=_RETRY_S) from error
+        except CreateUnknown as error:
+            try:
+                async with asyncio.timeout(_RECONCILE_S):
+                    return await self._provider.attach(served.id)
+            except (SandboxDead, TimeoutError):
+                raise SandboxRetryable(
+                    f"{error} It was looked for and is not there; try again.", after_s=1.0
+                ) from error
+
+    def _lease(self, left_s: float) -> Lease:
+        return Lease(owner=self.settings.owner, ttl_s=left_s + self.settings.grace_s)
+
+    # -- a life ------------------------------------------------------------------------------------------------------
+
+    async def set_timeout(self, sandbox_id: str, *, timeout_s: float) -> None:
+        """Let a running sandbox end so long from now."""
+        served = self.find(sandbox_id)
+        self.check_timeout(timeout_s)
+        async with self._turn(served, "new timeout"):
+            if served.standing is not Standing.RUNNING:
+                raise HttpProblem(404, f"sandbox {sandbox_id} is paused and has no timeout; connect to it to resume it")
+            await served.sandbox.renew(self._lease(timeout_s))
+            self._set_end(served, self._loop.time() + timeout_s)
+
+    async def connect(self, sandbox_id: str, *, timeout_s: float) -> tuple[Served, bool]:
+        """Return a sandbox that runs, and whether it was resumed for this."""
+        served = self.find(sandbox_id)
+        self.check_timeout(timeout_s)
+        async with self._turn(served, "resume"):
+            resumed = served.standing is Standing.PAUSED
+            now_s = self._loop.time()
+            end_s = end_after_connect(now_s=now_s, end_s=served.end_s, timeout_s=timeout_s, resumed=resumed)
+            await served.sandbox.renew(self._lease(end_s - now_s))
+            if resumed:
+                await served.sandbox.resume()
+                served.standing = Standing.RUNNING
+            self._set_end(served, end_s)
+        return served, resumed
+
+    async def pause(self, sandbox_id: str) -> None:
+        """Stop every program of a sandbox, and keep it.
+
+        Raises:
+            HttpProblem: 409 if it is paused.
+            SandboxUnsupported: if it cannot be done here.
+        """
+        served = self.find(sandbox_id)
+        async with self._turn(served, "pause"):
+            if served.standing is Standing.PAUSED:
+                raise HttpProblem(409, f"sandbox {sandbox_id} is paused already")
+            await self._pause(served)
+
+    async def _pause(self, served: Served) -> None:
+        await served.sandbox.pause()
+        await served.sandbox.renew(self._lease(self.settings.paused_ttl_s))
+        served.standing = Standing.PAUSED
+        self._set_end(served, self._loop.time() + self.settings.paused_ttl_s)
+
+    async def kill(self, sandbox_id: str) -> None:
+        """End a sandbox, and wait until nothing of it is left."""
+        served = self.find(sandbox_id)
+        async with self._turn(served, "kill"):
+            await self._kill(served, DeathReason.RELEASED)
+
+    async def _kill(self, served: Served, reason: DeathReason) -> None:
+        self._disarm(served)
+        await served.sandbox.kill(reason)
+        self._forget(served)
+
+    @contextlib.asynccontextmanager
+    async def _turn(self, served: Served, what: str) -> AsyncIterator[None]:
+        """Let one pause, resume or kill of a sandbox follow the other."""
+        limit_s = self.settings.transition_s
+        try:
+            async with asyncio.timeout(limit_s), served.turn:
+                if served.id not in self._served:
+                    raise HttpProblem(404, f"sandbox {served.id} has ended while this call waited for its turn")
+                yield
+        except TimeoutError:
+            raise DeadlineExceeded(
+                f"the {what} of sandbox {served.id} did not end within {limit_s:g} s (transition_s); the machine is "
+                "overloaded, or the kernel still releases what the sandbox held. Ask for its state, then try again"
+            ) from None
+
+    def _forget(self, served: Served) -> None:
+        self._disarm(served)
+        served.standing = Standing.ENDED
+        self._served.pop(served.id, None)
+        if served.order.key and self._by_key.get(served.order.key, (None,))[0] == served.order:
+            del self._by_key[served.order.key]
+
+    # -- ends --------------------------------------------------------------------------------------------------------
+
+    def _set_end(self, served: Served, end_s: float) -> None:
+        self._disarm(served)
+        served.end_s = end_s
+        served.timer = self._loop.call_at(end_s, self._due, served)
+
+    def _disarm(self, served: Served) -> None:
+        if served.timer is not None:
+            served.timer.cancel()
+            served.timer = None
+
+    def _due(self, served: Served) -> None:
+        self.run(self._end(served), name=f"end of sandbox {served.id}")
+
+    async def _end(self, served: Served) -> None:
+        if served.id not in self._served:
+            return
+        async with self._turn(served, "end"):
+            now_s = self._loop.time()
+            match fate(served.standing, plan=served.order.plan, now_s=now_s, end_s=served.end_s):
+                case Fate.PAUSE:
+                    await self._pause(served)
+                case Fate.KILL:
+                    await self._kill(served, DeathReason.LEASE_EXPIRED)
+                case Fate.WAIT:
+                    return  # it was given more time while this waited for its turn
+
+    # -- use ---------------------------------------------------------------------------------------------------------
+
+    async def sample(self, served: Served) -> tuple[Sample, ...]:
+        """Look at what a sandbox uses now; return that and what was seen before."""
+        usage, now_s = await served.sandbox.usage(), self._clock.wall_s()
+        last = served.samples[-1] if served.samples else None
+        pct = 0.0
+        if last is not None and usage.cpu_s is not None and last.usage.cpu_s is not None and now_s > last.wall_s:
+            pct = 100 * (usage.cpu_s - last.usage.cpu_s) / (now_s - last.wall_s)
+        served.samples.append(Sample(wall_s=now_s, usage=usage, cpu_pct=max(0.0, pct)))
+        return tuple(served.samples)
+
+
+def _lives(task: asyncio.Task[Served]) -> bool:
+    return not task.cancelled() and task.exception() is None and task.result().standing is not Standing.ENDED
+
+
+async def _guarded(work: Coroutine[Any, Any, None], name: str) -> None:
+    try:
+        await work
+    except RollmillError as error:
+        _log.warning("%s: %s", name, error)
