@@ -1,0 +1,448 @@
+"""One hosted sandbox: its lease, its wall limit, its end with a reason, and calls into it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from typing import Any, TypeVar
+
+from rollmill.errors import (
+    DeadlineExceeded,
+    RollmillError,
+    SandboxDead,
+    SandboxError,
+    SandboxFileError,
+    SandboxUnsupported,
+)
+from rollmill.sandboxes.backends.hosted.driver import Command, Driver, Found, Gone, Guest, Lost
+from rollmill.sandboxes.backends.hosted.process import HostedProcess
+from rollmill.sandboxes.backends.hosted.settings import HostedSettings
+from rollmill.sandboxes.backends.http import CutOff, Refused, Unreachable, as_retryable
+from rollmill.sandboxes.isolation import IsolationLevel, Protection, level_of
+from rollmill.sandboxes.lifecycle import dead_error, death
+from rollmill.sandboxes.protocol import DEFAULT_OUTPUT_CAP_BYTES, DEFAULT_READ_BYTES, check_call
+from rollmill.sandboxes.records import (
+    Death,
+    DeathReason,
+    ExecResult,
+    FileInfo,
+    Lease,
+    SandboxSpec,
+    SandboxState,
+    SandboxStatus,
+    Usage,
+)
+
+T = TypeVar("T")
+
+TTL_GRACE_S = 15.0
+"""How much later than the lease a vendor ends a sandbox: the owner comes first, and knows the reason."""
+
+_FIRST_PAUSE_S = 0.2
+_LONGEST_PAUSE_S = 30.0
+_log = logging.getLogger(__name__)
+
+
+class HostedSandbox:
+    """One sandbox.
+
+    Args:
+        sandbox_id: its id.
+        driver: its vendor's adapter.
+        settings: deadlines.
+        spec: what it was made of.
+        labels: as given.
+        lease: the first one.
+        wall_left_s: until its wall limit.
+        on_end: called once with it when nothing of it is left.
+    """
+
+    def __init__(
+        self,
+        sandbox_id: str,
+        *,
+        driver: Driver,
+        settings: HostedSettings,
+        spec: SandboxSpec,
+        labels: Mapping[str, str],
+        lease: Lease,
+        wall_left_s: float,
+        on_end: Callable[[HostedSandbox], None],
+    ) -> None:
+        self._id = sandbox_id
+        self._driver = driver
+        self._settings = settings
+        self.spec = spec
+        self.digest = ""
+        self.labels = dict(labels)
+        self._lease = lease
+        self._on_end = on_end
+        self._loop = asyncio.get_running_loop()
+        self._created_s = self._loop.time()
+        self._ends_s = self._created_s + wall_left_s
+        self._state = SandboxState.STARTING
+        self._death: Death | None = None
+        self.found: Found | None = None
+        self._guest: Guest | None = None
+        self.protections: frozenset[Protection] = frozenset()
+        self._processes: set[HostedProcess] = set()
+        self._calls = 0
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._ending: asyncio.Task[None] | None = None
+        self._lease_timer = self._loop.call_later(lease.ttl_s, self.order_end, DeathReason.LEASE_EXPIRED)
+        self._wall_timer = self._loop.call_later(wall_left_s, self.order_end, DeathReason.POLICY_WALL)
+
+    # -- its life ----------------------------------------------------------------------------------------------------
+
+    @property
+    def id(self) -> str:
+        """Return the id that its creator chose."""
+        return self._id
+
+    @property
+    def state(self) -> SandboxState:
+        """Return where it is in its life."""
+        if self._state is SandboxState.READY and (self._processes or self._calls):
+            return SandboxState.BUSY
+        return self._state
+
+    @property
+    def death(self) -> Death | None:
+        """Return how it ended, `None` while it lives."""
+        return self._death
+
+    @property
+    def isolation(self) -> IsolationLevel:
+        """Return how far it is kept from its host."""
+        return level_of(self.protections)
+
+    def status(self) -> SandboxStatus:
+        """Return it as its provider's lists show it."""
+        now = self._loop.time()
+        return SandboxStatus(
+            sandbox_id=self._id,
+            state=self.state,
+            labels=self.labels,
+            lease=self._lease,
+            lease_left_s=max(0.0, self._lease_timer.when() - now),
+            protections=tuple(sorted(one.value for one in self.protections)),
+            isolation=self.isolation.name.lower(),
+            death=self._death,
+            age_s=now - self._created_s,
+        )
+
+    def entered(self, found: Found, guest: Guest) -> None:
+        """Note that it answers."""
+        self.found, self._guest = found, guest
+        if self._state is SandboxState.STARTING:
+            self._state = SandboxState.READY if found.state is not SandboxState.PAUSED else SandboxState.PAUSED
+
+    def spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """Start a task that is held until it ends."""
+        task = self._loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    def order_end(self, reason: DeathReason, detail: str = "") -> None:
+        """Order its end without waiting; the first reason stands."""
+        self._decide(death(reason, detail=detail))
+        if self._state not in (SandboxState.DEAD, SandboxState.LOST) and (self._ending is None or self._ending.done()):
+            self._state = SandboxState.STOPPING
+            self._ending = self.spawn(self._put_down())
+
+    def _decide(self, end: Death) -> None:
+        """Note how it ends. From now on nobody can use it, whether the vendor has ended it or not yet."""
+        if self._death is not None:
+            return
+        self._death = end
+        self._lease_timer.cancel()
+        self._wall_timer.cancel()
+        for process in list(self._processes):
+            process.fail(dead_error(self._id, end))
+
+    def over(self, end: Death) -> None:
+        """Note that nothing of it is left."""
+        if self._state in (SandboxState.DEAD, SandboxState.LOST):
+            return
+        self._decide(end)
+        lost = self._death is not None and self._death.reason is DeathReason.PROVIDER_LOST
+        self._state = SandboxState.LOST if lost else SandboxState.DEAD
+        self._on_end(self)
+
+    async def _put_down(self) -> None:
+        """Have the vendor end it, trying again as long as this owner lives."""
+        pause_s = _FIRST_PAUSE_S
+        while self.found is not None:
+            try:
+                await self._driver.kill(self.found)
+                break
+            except RollmillError as error:
+                _log.warning("sandbox %s could not be ended, and is tried again in %g s: %s", self._id, pause_s, error)
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+        if self._death is not None:
+            self.over(self._death)
+
+    async def kill(self, reason: DeathReason = DeathReason.RELEASED) -> Death:
+        """End it, and wait until the vendor says that it is gone.
+
+        Raises:
+            DeadlineExceeded: if it does not within `end_s`; the order stands and is tried again.
+        """
+        self.order_end(reason)
+        if self._ending is not None:
+            try:
+                await asyncio.wait_for(asyncio.shield(self._ending), self._settings.end_s)
+            except TimeoutError:
+                raise DeadlineExceeded(
+                    f"{self._driver.product} did not end sandbox {self._id} within {self._settings.end_s:g} s. The "
+                    "order stands and is tried again; the service's own time limit ends it at last."
+                ) from None
+        return self._death or death(reason)
+
+    async def let_go(self) -> None:
+        """Stop all tasks: the owner ends, and what was not ended by now is left to the vendor's limit and to sweeps."""
+        self._lease_timer.cancel()
+        self._wall_timer.cancel()
+        tasks = [task for task in self._tasks if task is not asyncio.current_task()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def renew(self, lease: Lease) -> None:
+        """Renew the lease, with the vendor first: its `ttl_s` counts from now."""
+        self._check_alive()
+        found = self.found
+        if found is not None and self._driver.capabilities.extend_ttl:
+            left_s = min(lease.ttl_s, self._ends_s - self._loop.time())
+            await self._ask(self._driver.set_ttl(found, max(1.0, left_s) + TTL_GRACE_S))
+        self._lease = lease
+        self._lease_timer.cancel()
+        self._lease_timer = self._loop.call_later(lease.ttl_s, self.order_end, DeathReason.LEASE_EXPIRED)
+
+    async def pause(self) -> None:
+        """Stop every process at once; raises `SandboxUnsupported` where the vendor cannot."""
+        self._check_alive()
+        if not self._driver.capabilities.pause:
+            raise SandboxUnsupported(f"{self._driver.product} cannot pause a sandbox", capability="pause")
+        if self._state is SandboxState.READY and self.found is not None:
+            self._state = SandboxState.PAUSING
+            try:
+                await self._ask(self._driver.pause(self.found))
+            except RollmillError:
+                self._state = SandboxState.READY if self._death is None else self._state
+                raise
+            self._state = SandboxState.PAUSED if self._death is None else self._state
+
+    async def resume(self) -> None:
+        """Let every process go on."""
+        self._check_alive()
+        if self._state is SandboxState.PAUSED and self.found is not None:
+            left_s = min(self._lease_timer.when(), self._ends_s) - self._loop.time()
+            guest = await self._ask(self._driver.resume(self.found, ttl_s=max(1.0, left_s) + TTL_GRACE_S))
+            self._guest = self._guest if guest is None else guest
+            self._state = SandboxState.READY if self._death is None else self._state
+
+    def _check_alive(self) -> None:
+        if self._death is not None:
+            raise dead_error(self._id, self._death)
+
+    def _inside(self) -> Guest:
+        self._check_alive()
+        if self._state in (SandboxState.PAUSED, SandboxState.PAUSING):
+            raise SandboxError(f"sandbox {self._id} is paused and answers nothing; resume it first")
+        if self._guest is None:
+            raise SandboxError(f"sandbox {self._id} has not started yet")
+        return self._guest
+
+    async def _ask(self, answer: Awaitable[T]) -> T:
+        """Wait for the vendor; an error after the sandbox's end is that end."""
+        try:
+            return await answer
+        except RollmillError as error:
+            raise await self.explain(error) from error
+
+    async def explain(self, error: RollmillError) -> Exception:
+        """Return what an error of the vendor means to a caller: where the sandbox is gone, that, with its reason."""
+        if self._death is None and isinstance(error, Gone | Lost | CutOff | Unreachable) and self.found is not None:
+            try:
+                end = await self._driver.explain(self.found)
+            except RollmillError as second:
+                _log.warning("after %s, sandbox %s could not be looked at: %s", error, self._id, second)
+                end = None
+            if end is None and isinstance(error, Gone):
+                end = death(DeathReason.PROVIDER_LOST, detail=str(error))
+            if end is not None:
+                self.over(end)
+        if self._death is not None and not isinstance(error, SandboxFileError | SandboxDead):
+            return dead_error(self._id, self._death)
+        return as_retryable(error, product=self._driver.product, what="a call") if isinstance(error, Refused) else error
+
+    # -- programs ----------------------------------------------------------------------------------------------------
+
+    async def exec(
+        self,
+        argv: Sequence[str],
+        *,
+        cwd: str | None = None,
+        env: Mapping[str, str] | None = None,
+        user: str | None = None,
+        timeout_s: float | None = None,
+        stdin: bytes = b"",
+        output_cap_bytes: int = DEFAULT_OUTPUT_CAP_BYTES,
+    ) -> ExecResult:
+        """Run a program to its end."""
+        timeout_s = self.spec.limits.exec_s if timeout_s is None else timeout_s
+        process = await self._start(
+            argv, cwd=cwd, env=env, user=user, timeout_s=timeout_s, cap=output_cap_bytes, stdin=stdin
+        )
+        try:
+            return await process.wait()
+        except asyncio.CancelledError:
+            process.kill("owner")
+            raise
+
+    async def start_process(
+        self,
+        argv: Sequence[str],
+        *,
+        cwd: str | None = None,
+        env: Mapping[str, str] | None = None,
+        user: str | None = None,
+        timeout_s: float | None = None,
+        output_cap_bytes: int = DEFAULT_OUTPUT_CAP_BYTES,
+    ) -> HostedProcess:
+        """Start a program and let it run."""
+        return await self._start(
+            argv, cwd=cwd, env=env, user=user, timeout_s=timeout_s, cap=output_cap_bytes, stdin=None
+        )
+
+    async def _start(
+        self,
+        argv: Sequence[str],
+        *,
+        cwd: str | None,
+        env: Mapping[str, str] | None,
+        user: str | None,
+        timeout_s: float | None,
+        cap: int,
+        stdin: bytes | None,
+    ) -> HostedProcess:
+        check_call(argv, env=env, timeout_s=timeout_s, output_cap_bytes=cap)
+        guest = self._inside()
+        limits = self.spec.limits
+        command = Command(
+            argv=tuple(argv),
+            cwd=cwd or "",
+            env=dict(env or {}),
+            user=user or "",
+            stdin=stdin,
+            timeout_s=timeout_s,
+            most_bytes=limits.output_bytes,
+            open_files=limits.open_files,
+            cpu_s=limits.cpu_s,
+        )
+        self._calls += 1
+        starting = self.spawn(self._begin(guest, command, cap))
+        try:
+            return await asyncio.shield(starting)
+        except asyncio.CancelledError:
+            # It may have started by now, and nobody will wait for it.
+            starting.add_done_callback(_kill_what_started)
+            raise
+        finally:
+            self._calls -= 1
+
+    async def _begin(self, guest: Guest, command: Command, cap: int) -> HostedProcess:
+        try:
+            async with asyncio.timeout(self._settings.call_s):
+                running = await self._ask(guest.start(command))
+        except TimeoutError as error:
+            raise DeadlineExceeded(
+                f"{self._driver.product} did not start {command.argv[0]} in sandbox {self._id} within "
+                f"{self._settings.call_s:g} s. It may have been started; it is not started again."
+            ) from error
+        process = HostedProcess(
+            running,
+            command,
+            cap_bytes=cap,
+            answer_s=self._settings.answer_s,
+            spawn=self.spawn,
+            explain=self.explain,
+        )
+        self._processes.add(process)
+        process.ended.add_done_callback(lambda _: self._processes.discard(process))
+        if self._death is not None:
+            process.fail(dead_error(self._id, self._death))
+        return process
+
+    async def run_python(
+        self,
+        code: str,
+        *,
+        args: Sequence[str] = (),
+        cwd: str | None = None,
+        env: Mapping[str, str] | None = None,
+        user: str | None = None,
+        timeout_s: float | None = None,
+        stdin: bytes = b"",
+        output_cap_bytes: int = DEFAULT_OUTPUT_CAP_BYTES,
+    ) -> ExecResult:
+        """Refuse: no interpreter is kept warm in a hosted sandbox."""
+        raise SandboxUnsupported(
+            f"{self._driver.product} keeps no warm interpreter; run ['python3', '-c', code] by `exec`",
+            capability="fast_python",
+        )
+
+    # -- files -------------------------------------------------------------------------------------------------------
+
+    async def read(self, path: str, *, max_bytes: int = DEFAULT_READ_BYTES) -> bytes:
+        """Return a file's content."""
+        check_path(path)
+        data = await self._bounded(self._inside().read(path, max_bytes=max_bytes), "a file to be read")
+        if len(data) > max_bytes:
+            raise SandboxFileError(
+                f"{path} holds more than {max_bytes} bytes; raise max_bytes, or read a part of it inside"
+            )
+        return data
+
+    async def write(self, path: str, data: bytes, *, mode: int = 0o644, user: str | None = None) -> None:
+        """Write a file, and make the directories above it."""
+        check_path(path)
+        await self._bounded(self._inside().write(path, data, mode=mode, user=user or ""), "a file to be written")
+
+    async def list_dir(self, path: str) -> tuple[FileInfo, ...]:
+        """Return a directory's entries by name, 10,000 at most."""
+        check_path(path)
+        return await self._bounded(self._inside().list_dir(path), "a directory to be listed")
+
+    async def usage(self) -> Usage:
+        """Return what it uses now."""
+        return await self._bounded(self._inside().usage(), "its usage")
+
+    async def _bounded(self, answer: Awaitable[T], what: str) -> T:
+        try:
+            async with asyncio.timeout(self._settings.call_s):
+                return await self._ask(answer)
+        except TimeoutError as error:
+            raise DeadlineExceeded(
+                f"{self._driver.product} did not answer within {self._settings.call_s:g} s in sandbox {self._id}: "
+                f"{what}. Raise call_s for large files or a slow service."
+            ) from error
+
+
+def check_path(path: str) -> None:
+    """Refuse a path that is not one inside a sandbox.
+
+    Raises:
+        SandboxFileError: if it is relative or holds a NUL.
+    """
+    if not path.startswith("/") or "\0" in path:
+        raise SandboxFileError(f"{path!r} is no absolute path inside the sandbox")
+
+
+def _kill_what_started(starting: asyncio.Task[HostedProcess]) -> None:
+    if not starting.cancelled() and starting.exception() is None:
+        starting.result().kill("owner")

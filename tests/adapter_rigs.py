@@ -1,0 +1,67 @@
+"""Hosted backends against fakes of their vendors, which run programs in real namespace sandboxes, all on one loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from fake_e2b import TOKEN as E2B_TOKEN
+from fake_e2b import FakeE2B
+from rollmill.sandboxes import Provider
+from rollmill.sandboxes.backends.e2b import E2BProvider, E2BSettings
+from rollmill.sandboxes.backends.hosted import HostedProvider
+from rollmill.sandboxes.backends.http import Secret
+from sandbox_builders import RealRig
+
+Opened = tuple[HostedProvider[Any], Any]
+"""An adapter, and the fake that it talks to."""
+
+
+async def open_e2b(engine: Provider, directory: Path, **settings: Any) -> Opened:
+    fake = FakeE2B(engine)
+    await fake.server.start()
+    url = fake.server.url
+    token = Secret(E2B_TOKEN)
+    return E2BProvider(E2BSettings(api_url=url, sandbox_url=url, token=token, **settings)), fake
+
+
+OPENERS: dict[str, Callable[..., Awaitable[Opened]]] = {"e2b": open_e2b}
+LEVELS = {"e2b": frozenset({"virtual_machine"})}
+
+
+class AdapterRig:
+    """One adapter, opened once; every body runs on the loop of the engine behind its fake."""
+
+    python = False
+
+    def __init__(self, name: str, engine: RealRig, directory: Path, **settings: Any) -> None:
+        self.name = name
+        self.levels = LEVELS[name]
+        self._runner = engine.runner
+        self.provider, self.fake = self._runner.run(OPENERS[name](engine.provider, directory, **settings))
+
+    def run(self, body: Callable[[Provider], Awaitable[Any]]) -> Any:
+        async def bounded() -> Any:
+            async with asyncio.timeout(60):
+                return await body(self.provider)
+
+        return self._runner.run(bounded())
+
+    def close(self) -> None:
+        self._runner.run(self._close())
+
+    async def _close(self) -> None:
+        await self.provider.close()
+        await self.fake.server.stop()
+
+
+@contextmanager
+def adapter_rig(name: str, engine: RealRig, directory: Path, **settings: Any) -> Iterator[AdapterRig]:
+    rig = AdapterRig(name, engine, directory, **settings)
+    try:
+        yield rig
+    finally:
+        rig.close()

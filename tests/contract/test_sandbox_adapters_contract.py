@@ -1,0 +1,53 @@
+"""The contract of sandbox backends, run against every hosted and container backend with a fake of its vendor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from test_sandbox_contract import *  # noqa: F403
+
+from adapter_rigs import OPENERS, AdapterRig, adapter_rig
+from rollmill.sandboxes import Provider
+from sandbox_builders import RealRig, new_id, real_rig, start, why_no_namespaces
+
+pytestmark = pytest.mark.integration
+
+# Of the namespace backend alone: it looks at what a process hands down to its own children.
+del test_an_owner_that_holds_signals_back_hands_no_block_down  # noqa: F821
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealRig]:
+    if reason := why_no_namespaces(tmp_path_factory.mktemp("probe")):
+        pytest.skip(f"the fakes run programs in namespace sandboxes, and there are none here: {reason}")
+    with real_rig(tmp_path_factory.mktemp("records")) as rig:
+        yield rig
+
+
+@pytest.fixture(scope="module", params=sorted(OPENERS))
+def rig(
+    request: pytest.FixtureRequest, engine: RealRig, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[AdapterRig]:
+    with adapter_rig(request.param, engine, tmp_path_factory.mktemp(request.param)) as rig:
+        yield rig
+    left = [one for one in engine.runner.run(engine.provider.list()) if one.death is None]
+    assert left == [], "closing the provider left sandboxes at its vendor"
+
+
+def test_another_provider_finds_a_sandbox_by_its_id_and_uses_it(rig):
+    async def body(provider: Provider) -> None:
+        sandbox = await start(provider, id=new_id())
+        other = type(provider)(provider._settings)
+        try:
+            attached = await other.attach(sandbox.id)
+            assert attached is not sandbox
+            await attached.write("/tmp/shared", b"one sandbox")
+            assert await sandbox.read("/tmp/shared") == b"one sandbox"
+            await other.kill([sandbox.id])
+            assert (await other.status([sandbox.id]))[sandbox.id].death is not None
+        finally:
+            await other.close()
+        await sandbox.kill()
+
+    rig.run(body)
