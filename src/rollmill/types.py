@@ -359,6 +359,22 @@ class Adapter(msgspec.Struct, frozen=True, kw_only=True):
     alpha: float
 
 
+class Rounded(msgspec.Struct, frozen=True, kw_only=True):
+    """The same weights once more, rounded when they were published; see `rollmill.weights.rounding`.
+
+    Attributes:
+        dtype: `int8`.
+        tensors: integers, their factors, and what is not rounded.
+        digest: sha256 over the sorted (name, tensor digest) pairs.
+        location: path of the tensors.
+    """
+
+    dtype: str
+    tensors: dict[str, TensorEntry]
+    digest: str
+    location: str
+
+
 class WeightManifest(msgspec.Struct, frozen=True, kw_only=True):
     """What a published set of weights is, and where.
 
@@ -372,6 +388,7 @@ class WeightManifest(msgspec.Struct, frozen=True, kw_only=True):
         transport: `shm` or `file`.
         location: path of the tensors.
         adapter: what the tensors, which are an adapter's then, are added to; `None` if they are whole weights.
+        rounded: these weights in fewer bits, for replicas that serve them so; `None` if they were not published.
     """
 
     policy_version: int
@@ -387,6 +404,7 @@ class WeightManifest(msgspec.Struct, frozen=True, kw_only=True):
     published_at_s: float = 0.0
     canary: Canary | None = None
     adapter: Adapter | None = None
+    rounded: Rounded | None = None
 
 
 def derive_seed(*parts: str | int) -> int:

@@ -255,9 +255,10 @@ class GeneratorSettings(Section):
     """What multiplies with the weights: `native` insists on the kernels that are compiled at the first use (x86-64 with
     AVX2 and a C compiler), `auto` takes them where they can be used, `torch` never."""
     quantization: Literal["none", "int8"] = knob("none")
-    """`int8` keeps the weights of linear layers as integers of eight bits with a factor per 32 inputs, rounded at the
-    load: 0.28 of their memory, and small batches are faster. Log-probs differ from the trainer's (with SmolLM2 by 0.05
-    nats on average), which the algorithm's importance correction takes into account. Needs the compiled kernels."""
+    """`int8` keeps the weights of linear layers as integers of eight bits with a factor per 32 inputs, rounded when they
+    are published: 0.28 of their memory, and small batches are faster. Log-probs differ from the trainer's (with SmolLM2
+    by 0.05 nats on average), which the algorithm's importance correction takes into account. Needs the compiled
+    kernels."""
     max_num_seqs: int = knob(
         48, unit="sequences", raising="larger batches, more KV memory", lowering="less memory, lower throughput", ge=1
     )

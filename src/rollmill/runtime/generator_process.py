@@ -53,7 +53,10 @@ def run_generator(context: ProcessContext) -> None:
     if config.run.deterministic:
         make_torch_deterministic()
     repository = LocalModelRepository(
-        layout.weights, transport=config.weights.transport, keep_versions=config.weights.keep_versions
+        layout.weights,
+        transport=config.weights.transport,
+        keep_versions=config.weights.keep_versions,
+        quantization=config.generator.quantization,
     )
     with Doorbell.bind(layout.run_directory, context.name) as bell:
         ahead = read_ahead(context, lambda path: _load_early(context, path, repository))

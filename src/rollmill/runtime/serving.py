@@ -16,7 +16,7 @@ import importlib.util
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
@@ -235,7 +235,7 @@ def engine_and_repository(options: ServeOptions, *, path: Path, clock: Clock) ->
         WeightError: if nothing was published in it, or what was published does not fit the model.
     """
     if options.repository is not None:
-        repository = open_repository(options.repository)
+        repository = open_repository(options.repository, quantization=options.config.generator.quantization)
         return repository, _engine(options.config, path=path, repository=repository, clock=clock)
     try:
         fixed = FixedModel(path, at_s=clock.wall_s())
@@ -282,15 +282,18 @@ def _hold_newest(repository: ModelRepository) -> WeightManifest:
     raise WeightError("the repository has no published weights yet; start its run first, and serve it when it trains")
 
 
-def open_repository(directory: Path) -> LocalModelRepository:
+def open_repository(directory: Path, *, quantization: Literal["none", "int8"] = "none") -> LocalModelRepository:
     """Return the model repository in a directory, or in the run directory that it is.
+
+    Args:
+        quantization: what is read of versions that were published in eight bits too.
 
     Raises:
         RunDirectoryError: if there is none.
     """
     for root in (directory / "weights", directory):
         if (root / "manifests").is_dir():
-            return LocalModelRepository(root)
+            return LocalModelRepository(root, quantization=quantization)
     raise RunDirectoryError(
         f"there is no model repository in {directory}: neither {directory}/weights/manifests nor "
         f"{directory}/manifests. Give the directory of a run that has started, or leave --repository out to serve the "

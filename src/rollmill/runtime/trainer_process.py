@@ -61,7 +61,10 @@ def run_trainer(context: ProcessContext) -> None:
             trainer=trainer,
             store=store,
             repository=LocalModelRepository(
-                layout.weights, transport=config.weights.transport, keep_versions=config.weights.keep_versions
+                layout.weights,
+                transport=config.weights.transport,
+                keep_versions=config.weights.keep_versions,
+                quantization=config.generator.quantization,
             ),
             clock=clock,
             wait=bell.wait,

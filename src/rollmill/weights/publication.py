@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from rollmill.errors import InvariantViolation, WeightError
-from rollmill.types import Canary, TensorEntry, WeightManifest
+from rollmill.types import Canary, Rounded, TensorEntry, WeightManifest
 from rollmill.weights.files import fsync_directory
 from rollmill.weights.manifests import Manifests
-from rollmill.weights.tensorfile import MappedFile, whole_digest
+from rollmill.weights.tensorfile import MappedFile, whole_digest, write_tensors
 
 if TYPE_CHECKING:
     import torch
@@ -36,6 +36,7 @@ class LocalPublication:
         handle: the open tensor file, complete.
         partial: its name now.
         final: its name once it is published.
+        rounded: where the weights go that are rounded to eight bits; `None` does not round any.
         durable: flush it to the disk before it is published.
         manifests: where the manifest goes.
         held: what is given back when the publication ends: the publish lock, and the handle.
@@ -48,6 +49,7 @@ class LocalPublication:
         handle: io.FileIO,
         partial: Path,
         final: Path,
+        rounded: Path | None,
         durable: bool,
         manifests: Manifests,
         held: contextlib.ExitStack,
@@ -56,6 +58,7 @@ class LocalPublication:
         self._handle = handle
         self._partial = partial
         self._final = final
+        self._rounded = rounded
         self._durable = durable
         self._manifests = manifests
         self._held = held
@@ -103,6 +106,8 @@ class LocalPublication:
         if self.policy_version not in self._manifests.versions():
             self._partial.unlink(missing_ok=True)
             self._final.unlink(missing_ok=True)
+            if self._rounded is not None:
+                self._rounded.unlink(missing_ok=True)
 
     def _commit(self, canary: Canary | None) -> WeightManifest:
         entries = self._map().entries()
@@ -114,6 +119,7 @@ class LocalPublication:
             canary=canary,
         )
         self._check_changed(manifest)
+        manifest = msgspec.structs.replace(manifest, rounded=self._write_rounded())
         if self._durable:
             os.fsync(self._handle.fileno())
         self._partial.rename(self._final)
@@ -122,6 +128,15 @@ class LocalPublication:
         fcntl.flock(self._handle, fcntl.LOCK_SH)
         self._manifests.write(manifest)
         return manifest
+
+    def _write_rounded(self) -> Rounded | None:
+        if self._rounded is None:
+            return None
+        from rollmill.weights.rounding import rounded
+
+        # No reader knows the name before the manifest is there; after a crash the next publication removes the file.
+        entries = write_tensors(self._rounded, rounded(self._map().tensors()), durable=self._durable)
+        return Rounded(dtype="int8", tensors=entries, digest=whole_digest(entries), location=str(self._rounded))
 
     def _check_changed(self, manifest: WeightManifest) -> None:
         if manifest.parent is None or manifest.parent not in self._manifests.versions():

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Literal
 import msgspec
 
 from rollmill.errors import InvariantViolation, RunDirectoryError, WeightError
-from rollmill.types import Adapter, Canary, WeightManifest
+from rollmill.types import Adapter, Canary, Rounded, TensorEntry, WeightManifest
 from rollmill.weights.bases import base_path, load_base, put_base, retire_bases
 from rollmill.weights.files import PARTIAL_SUFFIX, fsync_directory, locked
 from rollmill.weights.holds import Holds
@@ -37,6 +37,8 @@ from rollmill.weights.transport import (
 
 if TYPE_CHECKING:
     import torch
+
+Quantization = Literal["none", "int8"]
 
 
 class Adoption(msgspec.Struct, frozen=True, kw_only=True):
@@ -61,6 +63,7 @@ class LocalModelRepository:
         transport: `shm`, `file`, or `auto`: shared memory if it has room for all kept versions and one more.
         keep_versions: newest versions that `retire` keeps beside those that are held.
         shared_memory: the memory file system.
+        quantization: with `int8` whole weights are also published in eight bits, and read in them where they were.
     """
 
     def __init__(
@@ -70,6 +73,7 @@ class LocalModelRepository:
         transport: Literal["auto", "shm", "file"] = "auto",
         keep_versions: int = 3,
         shared_memory: Path = SHARED_MEMORY,
+        quantization: Quantization = "none",
     ) -> None:
         if keep_versions < 1:
             raise WeightError(f"keep_versions is {keep_versions}; at least the newest version must be kept.")
@@ -78,6 +82,7 @@ class LocalModelRepository:
         self._resolved: Transport | None = None
         self._keep = keep_versions
         self._shared_memory = shared_memory
+        self._quantization: Quantization = quantization
         try:
             for name in ("manifests", "tensors", "holds"):
                 (self._root / name).mkdir(parents=True, exist_ok=True)
@@ -153,7 +158,8 @@ class LocalModelRepository:
             held.enter_context(self._publishing())
             self._remove_leftovers()
             version = max(self._manifests.versions(), default=0) + 1
-            transport = self._transport_for(sum(tensor.numel() * tensor.element_size() for tensor in tensors.values()))
+            nbytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+            transport = self._transport_for(nbytes if self._quantization == "none" else round(1.3 * nbytes))
             if adapter is not None and not base_path(self._folder(transport), adapter.base_digest).exists():
                 raise WeightError(
                     f"the weights with digest {adapter.base_digest[:16]}... under this adapter are not in the "
@@ -186,6 +192,7 @@ class LocalModelRepository:
                 handle=handle,
                 partial=partial,
                 final=final,
+                rounded=self._rounded_beside(final) if self._quantization == "int8" and adapter is None else None,
                 durable=transport == "file",
                 manifests=self._manifests,
                 held=held.pop_all(),
@@ -215,9 +222,12 @@ class LocalModelRepository:
             self._remove_leftovers()
             version = self._manifests.versions()[-1] + 1
             final = self._folder(old.transport) / f"v{version:06d}.safetensors"
+            rounded = self._rounded_beside(final)
             try:
                 with self._locked():
                     os.link(self._tensor_path(old), final)
+                    if old.rounded is not None:
+                        os.link(self._rounded_beside(self._tensor_path(old)), rounded)
             except FileNotFoundError as error:
                 raise self._gone(policy_version) from error
             try:
@@ -229,11 +239,13 @@ class LocalModelRepository:
                     history_id=history_id,
                     location=str(final),
                     published_at_s=at_s,
+                    rounded=old.rounded and msgspec.structs.replace(old.rounded, location=str(rounded)),
                 )
                 self._manifests.write(manifest)
             except BaseException:
                 if version not in self._manifests.versions():
                     final.unlink(missing_ok=True)
+                    rounded.unlink(missing_ok=True)
                 raise
             return manifest
 
@@ -286,9 +298,13 @@ class LocalModelRepository:
         # Derived, not read from `location`: a run directory that was moved keeps its files.
         return self._folder(manifest.transport) / f"v{manifest.policy_version:06d}.safetensors"
 
+    def _rounded_beside(self, path: Path) -> Path:
+        return path.with_suffix(".int8.safetensors")
+
     def _remove_leftovers(self) -> tuple[str, ...]:
         """Remove tensor files that no manifest speaks of, and parts of files."""
-        known = {f"v{version:06d}.safetensors" for version in self._manifests.versions()}
+        versions = self._manifests.versions()
+        known = {f"v{version:06d}{end}" for version in versions for end in (".safetensors", ".int8.safetensors")}
         removed: list[str] = []
         for folder in (self._folder("file"), self._folder("shm"), self._root / "manifests"):
             pattern = f"*{PARTIAL_SUFFIX}" if folder.name == "manifests" else "v*.safetensors*"
@@ -322,14 +338,19 @@ class LocalModelRepository:
     def load(self, policy_version: int) -> dict[str, torch.Tensor]:
         """Return the whole weights, memory-mapped, each tensor checked against its digest.
 
-        An adapter's are merged into those of its base, in memory of their own where they differ. They stay valid after
-        the version is retired: the mapping keeps the memory until the last tensor is gone.
+        An adapter's are merged into those of its base, in memory of their own where they differ. Those of eight bits
+        are restored to float32. They stay valid after the version is retired: the mapping keeps the memory until the
+        last tensor is gone.
 
         Raises:
             WeightMismatch: if a digest differs, with both digests.
             WeightError: if the version is unknown or its tensors are gone.
         """
         manifest = self._manifests.read(policy_version)
+        if manifest.rounded is not None and self._quantization == manifest.rounded.dtype:
+            from rollmill.weights.rounding import restored
+
+            return restored(self._load_rounded(manifest, manifest.rounded))
         if manifest.adapter is None:
             return self._load_stored(manifest)
         from rollmill.weights.adapters import merged
@@ -344,14 +365,21 @@ class LocalModelRepository:
         return self._base[1]
 
     def _load_stored(self, manifest: WeightManifest) -> dict[str, torch.Tensor]:
-        policy_version, path = manifest.policy_version, self._tensor_path(manifest)
+        path = self._tensor_path(manifest)
+        return TensorsInFile(self._load_file(path, manifest.tensors, of=manifest.policy_version), path=path)
+
+    def _load_rounded(self, manifest: WeightManifest, rounded: Rounded) -> dict[str, torch.Tensor]:
+        path = self._rounded_beside(self._tensor_path(manifest))
+        return self._load_file(path, rounded.tensors, of=manifest.policy_version)
+
+    def _load_file(self, path: Path, expected: Mapping[str, TensorEntry], *, of: int) -> dict[str, torch.Tensor]:
         try:
             with open_to_read(path) as handle:
                 mapped = MappedFile(handle, path=path)
-            mapped.verify(manifest.tensors, what=f"version {policy_version}")
-            return TensorsInFile(mapped.tensors(), path=path)
+            mapped.verify(expected, what=f"version {of}")
+            return mapped.tensors()
         except FileNotFoundError as error:  # retired before, or while, it was read
-            raise self._gone(policy_version) from error
+            raise self._gone(of) from error
 
     def _gone(self, policy_version: int) -> WeightError:
         return WeightError(
@@ -397,6 +425,7 @@ class LocalModelRepository:
                         retire_file(path)
                     else:
                         path.unlink()
+                    self._rounded_beside(path).unlink(missing_ok=True)
                     retired.append(version)
             self._retire_bases(kept)
             return retired

@@ -12,6 +12,7 @@ from generator_builders import SteppedEngine, llama, prompt_of, random_model, re
 from rollmill.errors import EngineError, ModelError
 from rollmill.generator.engines.embedded.native import Kernels, KernelsUnavailable, load_products
 from rollmill.types import SamplingParams
+from rollmill.weights import rounding as published
 
 SHAPE = llama(hidden_size=48, head_dim=8, num_attention_heads=6)
 
@@ -137,3 +138,19 @@ def test_linear_layers_take_a_quarter_of_the_memory_and_a_little(kernels, tmp_pa
 def test_without_the_compiled_kernels_eight_bits_are_refused(tmp_path):
     with pytest.raises(ModelError, match="eight bits are multiplied by the compiled kernels alone"):
         SteppedEngine(tmp_path, random_model(SHAPE), quantization="int8", kernels="torch")
+
+
+def test_weights_published_in_eight_bits_give_the_log_probs_that_rounding_them_here_gives(kernels, tmp_path):
+    tensors = tensors_of(random_model(SHAPE, seed=2))
+    turns = []
+    for name, weights in (("whole", tensors), ("published", published.restored(published.rounded(tensors)))):
+        (tmp_path / name).mkdir()
+        engine = SteppedEngine(tmp_path / name, random_model(SHAPE, seed=1), quantization="int8")
+        engine.core.pause()
+        engine.core.update(weights, policy_version=2, digest="d", kv="keep")
+        engine.core.resume()
+        engine.submit(request("a", prompt_of(20), max_new_tokens=12))
+        engine.finish()
+        turns.append(engine.turn("a"))
+    assert turns[0].output_ids.tolist() == turns[1].output_ids.tolist()
+    np.testing.assert_allclose(turns[0].behavior_logprobs, turns[1].behavior_logprobs, atol=1e-5)
