@@ -88,6 +88,15 @@ def embedded(
     )
 
 
+def close_to(model: Any, *, by: float = 0.02) -> Any:
+    """The same architecture with slightly other numbers: a draft that is right often, and not always."""
+    copy, noise = random_model(model.config), torch.Generator().manual_seed(5)
+    moved = {n: value + by * torch.randn(value.shape, generator=noise) for n, value in tensors_of(model).items()}
+    copy.load_state_dict(moved, strict=False)
+    copy.tie_weights()
+    return copy
+
+
 class Always(DraftLaw):
     """Lets a draft guess in every pass."""
 

@@ -14,16 +14,20 @@ import torch
 
 from generator_builders import (
     MAX_LEN,
+    Always,
     all_ids,
+    close_to,
     embedded,
     prompt_of,
     random_model,
     reference_logprobs,
     request,
+    served_model,
     tensors_of,
 )
 from rollmill.clock import SystemClock
 from rollmill.errors import DataError, EngineDead, EngineError, WeightMismatch
+from rollmill.generator.engines.embedded.drafting import DraftModel
 from rollmill.generator.engines.fake import FakeEngine
 from rollmill.generator.engines.protocol import Engine, EngineLoad, OnTokens
 from rollmill.types import GenerateRequest, SamplingParams, StopReason, TokenChunk, Turn
@@ -121,6 +125,14 @@ class EmbeddedSubject(Subject):
         return reference_logprobs({1: OLD, 2: NEW}[version], turn, sampling)
 
 
+class DraftedSubject(EmbeddedSubject):
+    """A draft guesses in every pass: tokens come several at a time, and another seed's worth of them each time."""
+
+    def again(self, seed: int) -> dict[str, Any]:
+        # Which numbers a token is drawn with depends on whether it was guessed.
+        return {"temperature": 0.0}
+
+
 class FakeSubject(Subject):
     def expected(self, turn: Turn, sampling: SamplingParams, *, version: int) -> np.ndarray:
         policy = FakeEngine(clock=SystemClock(), digest=f"digest-{version}")
@@ -205,7 +217,9 @@ def vllm_server(tmp_path_factory) -> Iterator[SharedServer]:
 REAL = (pytest.mark.slow, pytest.mark.integration, pytest.mark.timeout(600))
 
 
-@pytest.fixture(params=["embedded", "fake", *(pytest.param(name, marks=REAL) for name in ("sglang", "vllm"))])
+@pytest.fixture(
+    params=["embedded", "drafted", "fake", *(pytest.param(name, marks=REAL) for name in ("sglang", "vllm"))]
+)
 async def subject(request, tmp_path) -> AsyncIterator[Subject]:
     if request.param == "vllm":
         # On this thread: the kernel ends the server with the thread that started it.
@@ -229,8 +243,13 @@ async def subject(request, tmp_path) -> AsyncIterator[Subject]:
         gate.plug_pulled = True
         gate.allow(math.inf)
 
-    engine = embedded(tmp_path, OLD, before_step=gate)
-    yield EmbeddedSubject(engine, kill=kill, gate=gate)
+    kind: type[Subject] = EmbeddedSubject
+    options: dict[str, Any] = {}
+    if request.param == "drafted":
+        kind, small = DraftedSubject, served_model(tmp_path / "draft", close_to(OLD))
+        options = {"speculation": "draft", "draft": DraftModel(small, tokens=2, law=Always())}
+    engine = embedded(tmp_path, OLD, before_step=gate, **options)
+    yield kind(engine, kill=kill, gate=gate)
     gate.allow(math.inf)
     await engine.close()
 

@@ -11,13 +11,13 @@ import torch
 
 from generator_builders import (
     SteppedEngine,
+    close_to,
     llama,
     prompt_of,
     random_model,
     reference_logits,
     reference_logprobs,
     request,
-    tensors_of,
 )
 from rollmill.generator.engines.embedded.blocks import BlockStore
 from rollmill.generator.engines.embedded.drafting import ReadTokens
@@ -28,21 +28,7 @@ SHAPE = llama(hidden_size=48, head_dim=8, num_attention_heads=6)  # what the com
 SMALL = llama(hidden_size=32, head_dim=8, num_attention_heads=4, num_hidden_layers=1)
 MODEL, NEW, OTHER = random_model(SHAPE, seed=1), random_model(SHAPE, seed=2), random_model(SMALL, seed=3)
 PROMPT = prompt_of(21)
-
-
-def close_to(model, *, by: float):
-    """The same architecture with other numbers: right often, not always."""
-    copy = random_model(model.config, seed=0)
-    noise = torch.Generator().manual_seed(5)
-    tensors = tensors_of(model)
-    copy.load_state_dict(
-        {name: value + by * torch.randn(value.shape, generator=noise) for name, value in tensors.items()}, strict=False
-    )
-    copy.tie_weights()
-    return copy
-
-
-NEAR = close_to(MODEL, by=0.02)
+NEAR = close_to(MODEL)
 
 
 def group(name: str = "s", *, temperature: float = 1.0, new: int = 20, **sampling) -> list[GenerateRequest]:
