@@ -26,10 +26,13 @@ from typing import Any
 from rollmill.sandboxes.guest import files, jobs
 from rollmill.sandboxes.guest.frames import CHUNK_BYTES, BadFrame, Parser, encode
 from rollmill.sandboxes.guest.jobs import Job, User, UserUnknown
+from rollmill.sandboxes.guest.sessions import ARGUMENTS, MOST_LINE_BYTES, NoSession, Shell
 from rollmill.sandboxes.guest.warm import WarmPython
 
 # Beyond this the pipes of jobs are left alone until the owner has read: a flood stops at its source.
 _FULL_BYTES, _ROOM_BYTES = 2 * 1024 * 1024, 512 * 1024
+_REMOVED_AT_ONCE = 2000
+_MOST_NAMED = 8
 _EXHAUSTED = (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -40,12 +43,24 @@ class Agent:
         connection: to the owner, not blocking.
         all_users: whether the sandbox has users beside root.
         limits: `cpu_s` and `process_memory_bytes` of each process.
+        zygote: where this sandbox's layer is handed out.
+        written: the layer, a copy of the mount that holds all that is written here.
     """
 
-    def __init__(self, connection: socket.socket, *, all_users: bool, limits: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        connection: socket.socket,
+        *,
+        all_users: bool,
+        limits: dict[str, Any],
+        zygote: socket.socket,
+        written: int,
+    ) -> None:
         self._connection = connection
         self._all_users = all_users
         self._limits = limits
+        self._zygote = zygote
+        self._written = written
         self._parser = Parser()
         self._out = bytearray()
         self._handlers: dict[int, Callable[[int], object]] = {}
@@ -53,6 +68,7 @@ class Agent:
         self._jobs: dict[int, Job] = {}
         self._by_pid: dict[int, Job] = {}
         self._warm: dict[str, WarmPython] = {}
+        self._shells: dict[int, Shell] = {}
         self._full = False
         self._woken, wake = os.pipe()
         for one in (self._woken, wake):
@@ -80,15 +96,15 @@ class Agent:
                 os._exit(3)
 
     def _turn(self) -> None:
-        due = [job.deadline for job in self._jobs.values() if job.deadline is not None and not job.killed_by]
+        due = [at for job in self._jobs.values() if (at := job.due()) is not None]
         wait_ms = max(0.0, min(due) - time.monotonic()) * 1000 + 1 if due else None
         for descriptor, events in self._poll.poll(wait_ms):
             if handler := self._handlers.get(descriptor):
                 handler(events)
         now = time.monotonic()
         for job in list(self._jobs.values()):
-            if job.deadline is not None and now >= job.deadline and not job.killed_by:
-                job.kill("timeout")
+            if (at := job.due()) is not None and now >= at:
+                job.expire()
         self._balance()
 
     def _watch(self, descriptor: int, events: int, handler: Callable[[int], object]) -> None:
@@ -142,6 +158,8 @@ class Agent:
             self._refuse(number, "unknown_user", str(error))
         except files.NotAFile as error:
             self._refuse(number, "not_a_file", str(error))
+        except NoSession as error:
+            self._refuse(number, "no_session", str(error))
         except OSError as error:
             kind = {errno.ENOENT: "missing", errno.ENOTDIR: "missing"}.get(error.errno or 0, "refused")
             self._refuse(number, "exhausted" if error.errno in _EXHAUSTED else kind, str(error))
@@ -171,6 +189,22 @@ class Agent:
         entries, truncated = files.list_dir(head["path"])
         self._send({"n": head["n"], "op": "data", "truncated": truncated}, json.dumps(entries).encode())
 
+    def _stat(self, head: dict[str, Any], _: bytes) -> None:
+        self._send({"n": head["n"], "op": "data"}, json.dumps(files.describe(head["path"])).encode())
+
+    def _make_dir(self, head: dict[str, Any], _: bytes) -> None:
+        made = files.make_dir(head["path"], mode=head["mode"], owner=self._user(head))
+        self._send({"n": head["n"], "op": "done", "changed": made})
+
+    def _rename(self, head: dict[str, Any], _: bytes) -> None:
+        files.rename(head["path"], head["target"], owner=self._user(head))
+        self._send({"n": head["n"], "op": "done"})
+
+    def _remove(self, head: dict[str, Any], _: bytes) -> None:
+        """Remove a part at a time: a large tree must not keep others waiting."""
+        whole = files.remove(head["path"], recursive=head["recursive"], budget=_REMOVED_AT_ONCE)
+        self._send({"n": head["n"], "op": "done", "changed": whole})
+
     def _usage(self, head: dict[str, Any], _: bytes) -> None:
         # The image's overlay and /dev/shm lie on one file system, which holds all that the sandbox wrote.
         found = os.statvfs("/dev/shm")
@@ -184,22 +218,24 @@ class Agent:
     def _exec(self, head: dict[str, Any], payload: bytes) -> None:
         user = self._user(head)
         job = Job(head["n"], head, stdin=payload)
-        stdio = job.open_pipes()
+        size = head.get("terminal")
+        stdio = job.open_terminal(*size, owner=user) if size else job.open_pipes()
         try:
             job.pid = jobs.spawn(
                 head["argv"],
                 stdio=stdio,
-                env=jobs.environment(head["env"], user),
+                env=jobs.environment(head["env"], user, terminal="xterm-256color" if size else "dumb"),
                 cwd=head.get("cwd") or _home(user),
                 user=user,
                 cpu_s=self._limits["cpu_s"],
                 memory_bytes=self._limits["process_memory_bytes"],
+                terminal=bool(size),
             )
         except BaseException:
             job.close()
             raise
         finally:
-            for one in stdio:
+            for one in set(stdio):
                 os.close(one)
         self._by_pid[job.pid] = job
         self._begin(job)
@@ -257,9 +293,16 @@ class Agent:
 
     def _stdin(self, head: dict[str, Any], payload: bytes) -> None:
         if (job := self._jobs.get(head["n"])) is not None and job.stdin_fd >= 0:
+            if head.get("end") and job.terminal:
+                payload += b"\x04"  # a terminal is not closed: this is how its input ends
+            elif head.get("end"):
+                job.stdin_open = False
             job.stdin += payload
-            job.stdin_open = job.stdin_open and not head.get("end")
             self._on_stdin(job)
+
+    def _resize(self, head: dict[str, Any], _: bytes) -> None:
+        if (job := self._jobs.get(head["n"])) is not None and job.terminal and job.stdin_fd >= 0:
+            jobs.resize(job.stdin_fd, *head["terminal"])
 
     def _signal(self, head: dict[str, Any], _: bytes) -> None:
         job = self._jobs.get(head["n"])
@@ -267,6 +310,8 @@ class Agent:
             return
         if head["signal"] == signal.SIGKILL:
             job.kill("owner")
+        elif isinstance(job, Shell):
+            jobs.signal_descendants(job.pid, head["signal"])  # the line's, and not the shell
         else:
             jobs.signal_group(job.pid, head["signal"])
 
@@ -298,9 +343,12 @@ class Agent:
                 return
             if pid == 0:
                 return
-            if (job := self._by_pid.pop(pid, None)) is not None:
-                job.ended(status, cpu_s=used.ru_utime + used.ru_stime, memory_bytes=used.ru_maxrss * 1024)
-                self._finish(job)
+            self._reaped(pid, status, used)
+
+    def _reaped(self, pid: int, status: int, used: Any) -> None:
+        if (job := self._by_pid.pop(pid, None)) is not None:
+            job.ended(status, cpu_s=used.ru_utime + used.ru_stime, memory_bytes=used.ru_maxrss * 1024)
+            self._finish(job)
 
     def _on_warm(self, key: str) -> None:
         warm = self._warm[key]
@@ -316,20 +364,125 @@ class Agent:
 
     def _finish(self, job: Job) -> None:
         """Drain what the process left in its pipes, then report; a flood is bounded by the hard cap."""
+        self._drain(job)
+        self._release(job)
+        if not isinstance(job, Shell):
+            self._send(job.report())
+        elif job.running:
+            self._send(job.end_line())
+
+    def _drain(self, job: Job) -> None:
         for descriptor in list(job.outputs):
             budget = 64
             while budget and self._on_output(job, descriptor):
                 budget -= 1
-        self._release(job)
-        self._send(job.report())
 
     def _release(self, job: Job) -> None:
         """Forget a job: its pipes leave the poll before they are closed."""
         for descriptor in job.outputs:
             self._forget(descriptor)
         self._close_stdin(job)
+        if isinstance(job, Shell):
+            self._forget(job.status_fd)
+            self._shells.pop(job.session, None)
         job.close()
         self._jobs.pop(job.number, None)
+
+    # -- sessions ----------------------------------------------------------------------------------------------------
+
+    def _open(self, head: dict[str, Any], _: bytes) -> None:
+        """Start a shell that stays."""
+        user = self._user(head)
+        env = jobs.environment(head["env"], user)
+        argv = _shell(head.get("shell") or "", env["PATH"])
+        shell = Shell(head["n"])
+        stdio = shell.open_pipes()
+        status = -1
+        try:
+            shell.status_fd, status = os.pipe()
+            os.set_blocking(shell.status_fd, False)
+            shell.pid = jobs.spawn(
+                argv,
+                stdio=stdio,
+                env=env,
+                cwd=head.get("cwd") or _home(user),
+                user=user,
+                cpu_s=self._limits["cpu_s"],
+                memory_bytes=self._limits["process_memory_bytes"],
+                extra=status,
+            )
+        except BaseException:
+            shell.close()
+            raise
+        finally:
+            for one in (*stdio, *([status] if status >= 0 else [])):
+                os.close(one)
+        self._by_pid[shell.pid] = shell
+        self._shells[shell.session] = shell
+        self._watch(shell.status_fd, select.POLLIN, lambda _: self._on_status(shell))
+        self._watch(shell.stdin_fd, select.POLLOUT, lambda events: self._on_stdin(shell, events))
+        self._send({"n": head["n"], "op": "done", "pid": shell.pid})
+
+    def _line(self, head: dict[str, Any], payload: bytes) -> None:
+        shell = self._shells.get(head["session"])
+        if shell is None or shell.stdin_fd < 0:
+            raise NoSession("the session's shell has ended; open another session")
+        if shell.running or len(payload) > MOST_LINE_BYTES:
+            raise ValueError(f"a session runs one line at a time, of {MOST_LINE_BYTES} bytes at most")
+        shell.begin(head["n"], head, payload.decode("utf-8", "surrogateescape"))
+        self._jobs[shell.number] = shell
+        self._send({"n": shell.number, "op": "started", "pid": shell.pid})
+        if not self._full:
+            self._watch_outputs(shell)
+        self._on_stdin(shell)
+
+    def _on_status(self, shell: Shell) -> None:
+        try:
+            data = os.read(shell.status_fd, jobs.READ_BYTES)
+        except BlockingIOError:
+            return
+        if not data:
+            self._forget(shell.status_fd)  # the shell ends, or was replaced; its end is told when it is there
+        elif shell.take_status(data):
+            # Between lines nobody reads: what a program in the background writes waits for the next line.
+            self._drain(shell)
+            for descriptor in shell.outputs:
+                self._forget(descriptor)
+            self._jobs.pop(shell.number, None)
+            self._send(shell.end_line())
+
+    def _close(self, head: dict[str, Any], _: bytes) -> None:
+        """End a session and what its lines have started."""
+        if (shell := self._shells.get(head["session"])) is not None:
+            jobs.kill_tree(shell.pid)
+        self._send({"n": head["n"], "op": "done"})
+
+    # -- layers ------------------------------------------------------------------------------------------------------
+
+    def _layer(self, head: dict[str, Any], _: bytes) -> None:
+        """Hand this sandbox's layer out, when nothing runs that could write to it."""
+        spared = {warm.pid for warm in self._warm.values()}
+        others = [pid for pid in jobs.processes() if pid not in spared]
+        if others and not head["force"]:
+            names = ", ".join(f"{pid} {jobs.name_of(pid)}" for pid in others[:_MOST_NAMED])
+            self._refuse(head["n"], "busy", f"{len(others)} processes run: {names}")
+            return
+        self._end_all()
+        socket.send_fds(self._zygote, [b"layer"], [self._written])
+        self._send({"n": head["n"], "op": "done"})
+
+    def _end_all(self) -> None:
+        """End every process but this one, and take leave of each."""
+        with suppress(ProcessLookupError):
+            os.kill(-1, signal.SIGKILL)  # of this namespace
+        while True:
+            try:
+                pid, status, used = os.wait4(-1, 0)
+            except ChildProcessError:
+                break
+            self._reaped(pid, status, used)
+        for key in list(self._warm):
+            self._on_warm(key)
 
     def _balance(self) -> None:
         """Stop reading jobs while the owner lags, and begin again when it has caught up."""
@@ -347,12 +500,31 @@ class Agent:
         "read": _read,
         "write": _write,
         "list": _list,
+        "stat": _stat,
+        "make_dir": _make_dir,
+        "rename": _rename,
+        "remove": _remove,
         "usage": _usage,
         "exec": _exec,
         "python": _python,
         "stdin": _stdin,
         "signal": _signal,
+        "resize": _resize,
+        "open": _open,
+        "line": _line,
+        "close": _close,
+        "layer": _layer,
     }
+
+
+def _shell(wanted: str, path: str) -> list[str]:
+    """Return how a shell is started that reads its commands from its input: the one wanted, else bash, else sh."""
+    if wanted:
+        return [wanted, *ARGUMENTS.get(os.path.basename(wanted), ("-s",))]
+    for name in ("bash", "sh"):
+        with suppress(FileNotFoundError):
+            return [jobs.find_program(name, path), *ARGUMENTS[name]]
+    return ["/bin/sh", *ARGUMENTS["sh"]]
 
 
 def _warm_key(user: User, env: dict[str, str]) -> str:

@@ -5,6 +5,7 @@ Nothing here may block the agent: files are opened without waiting, and what is 
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from typing import Any
@@ -12,6 +13,8 @@ from typing import Any
 from rollmill.sandboxes.guest.jobs import User
 
 MOST_ENTRIES = 10_000
+DEEPEST = 256
+_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 # Of names and targets in one list. As JSON they take six times as much at most, and a reply has 8 MiB.
 MOST_NAME_BYTES = 1024 * 1024
 _KINDS = ((stat.S_ISREG, "file"), (stat.S_ISDIR, "directory"), (stat.S_ISLNK, "link"))
@@ -92,14 +95,99 @@ def _name(entry: dict[str, Any]) -> str:
     return entry["name"]
 
 
-def _describe(path: str, found: os.stat_result) -> dict[str, Any]:
+def describe(path: str) -> dict[str, Any]:
+    """Return what is at a path; a link is described itself."""
+    return _describe(os.path.basename(path.rstrip("/")) or "/", path, os.lstat(path))
+
+
+def make_dir(path: str, *, mode: int, owner: User) -> bool:
+    """Make a directory and those above it; `False` if it is there."""
+    path = path.rstrip("/") or "/"
+    _make_parents(os.path.dirname(path), owner)
+    try:
+        os.mkdir(path)
+    except FileExistsError:
+        if os.path.isdir(path):
+            return False
+        raise
+    # By descriptor: what has this name now may be somebody else's.
+    made = os.open(path, _DIRECTORY)
+    try:
+        os.fchmod(made, mode)
+        if owner.uid or owner.gid:
+            os.fchown(made, owner.uid, owner.gid)
+    finally:
+        os.close(made)
+    return True
+
+
+def rename(path: str, target: str, *, owner: User) -> None:
+    """Give something another name, and make the directories above that."""
+    os.lstat(path)
+    _make_parents(os.path.dirname(target.rstrip("/")), owner)
+    os.rename(path, target)
+
+
+def remove(path: str, *, recursive: bool, budget: int) -> bool:
+    """Remove what is at a path, a link itself; `False` if more than `budget` entries are below it, to be called again.
+
+    Raises:
+        OSError: if a directory is not empty and it is not `recursive`, or is nested deeper than `DEEPEST`.
+    """
+    path = path.rstrip("/") or "/"
+    try:
+        os.unlink(path)
+        return True
+    except IsADirectoryError:
+        if not recursive:
+            os.rmdir(path)
+            return True
+    directory = os.open(path, _DIRECTORY)
+    try:
+        left = _empty(directory, budget, depth=0)
+    finally:
+        os.close(directory)
+    if left > 0:
+        os.rmdir(path)
+    return left > 0
+
+
+def _empty(directory: int, budget: int, *, depth: int) -> int:
+    """Remove the entries of a directory; return what is left of the budget."""
+    if depth > DEEPEST:
+        raise OSError(errno.ENAMETOOLONG, f"directories are nested deeper than {DEEPEST}; remove them inside")
+    for name in os.listdir(directory):
+        if budget <= 0:
+            break
+        budget -= 1
+        try:
+            os.unlink(name, dir_fd=directory)
+            continue
+        except FileNotFoundError:
+            continue  # removed meanwhile
+        except IsADirectoryError:
+            inner = os.open(name, _DIRECTORY, dir_fd=directory)
+        try:
+            budget = _empty(inner, budget, depth=depth + 1)
+        finally:
+            os.close(inner)
+        if budget > 0:
+            os.rmdir(name, dir_fd=directory)
+    return budget
+
+
+def _describe(name: str, path: str, found: os.stat_result) -> dict[str, Any]:
     kind = next((word for test, word in _KINDS if test(found.st_mode)), "other")
-    target = os.readlink(path) if kind == "link" else ""
-    return {"name": _shown(os.path.basename(path)), "kind": kind, "size_bytes": found.st_size,
-            "mode": stat.S_IMODE(found.st_mode), "modified_s": found.st_mtime, "uid": found.st_uid,
-            "gid": found.st_gid, "target": _shown(target)}  # fmt: skip
+    target = ""
+    if kind == "link":
+        try:
+            target = _shown(os.readlink(path))
+        except OSError:
+            kind = "other"  # exchanged meanwhile
+    return {"name": _shown(name), "kind": kind, "size_bytes": found.st_size, "mode": stat.S_IMODE(found.st_mode),
+            "modified_s": found.st_mtime, "uid": found.st_uid, "gid": found.st_gid, "target": target}  # fmt: skip
 
 
 def _shown(name: str) -> str:
-    """Return a name as text: it need not be any, and what does not decode is shown with replacement marks."""
+    """Return a name as text: what does not decode is shown with replacement marks."""
     return name.encode("utf-8", "surrogateescape").decode("utf-8", "replace")

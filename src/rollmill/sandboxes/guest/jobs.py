@@ -8,10 +8,13 @@ killed.
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import resource
 import signal
+import struct
 import time
+from collections.abc import Iterable
 from typing import Any
 
 from rollmill.sandboxes.guest import kernel
@@ -21,6 +24,7 @@ EXTRA_PATH = "/opt/rollmill/bin"
 DEFAULT_PATH = f"/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin:{EXTRA_PATH}"
 NOT_FOUND, NOT_EXECUTABLE = 127, 126
 _VICTIM_OOM_SCORE = "500"
+_TIOCSCTTY, _TIOCSWINSZ = 0x540E, 0x5414
 _RESET_SIGNALS = (signal.SIGCHLD, signal.SIGPIPE, signal.SIGXFSZ, signal.SIGINT)
 
 
@@ -57,9 +61,9 @@ def find_user(name: str, *, passwd: str = "/etc/passwd") -> User:
     raise UserUnknown(f"the sandbox has no user {name!r}")
 
 
-def environment(given: dict[str, str], user: User) -> dict[str, str]:
+def environment(given: dict[str, str], user: User, *, terminal: str = "dumb") -> dict[str, str]:
     """Return the whole environment of a process: nothing of the host's."""
-    defaults = {"PATH": DEFAULT_PATH, "HOME": user.home, "USER": user.name, "LANG": "C.UTF-8", "TERM": "dumb"}
+    defaults = {"PATH": DEFAULT_PATH, "HOME": user.home, "USER": user.name, "LANG": "C.UTF-8", "TERM": terminal}
     return {**defaults, **given}
 
 
@@ -85,6 +89,7 @@ class Job:
         timeout_s = request.get("timeout_s")
         self.deadline = None if timeout_s is None else self.started + float(timeout_s)
         self.killed_by = ""
+        self.terminal = False
         self.exit_code: int | None = None
         self.cpu_s = 0.0
         self.memory_bytes = 0
@@ -109,6 +114,36 @@ class Job:
             os.set_blocking(one, False)
         return in_read, out_write, err_write
 
+    def open_terminal(self, rows: int, columns: int, *, owner: User) -> tuple[int, int, int]:
+        """Make a terminal; return its other end three times, for the process.
+
+        Raises:
+            OSError: if there are no descriptors or terminals left.
+        """
+        master, slave = os.openpty()
+        try:
+            resize(master, rows, columns)
+            if owner.uid or owner.gid:
+                os.fchown(slave, owner.uid, -1)
+            self.stdin_fd = os.dup(master)
+        except OSError:
+            os.close(master)
+            os.close(slave)
+            raise
+        self.terminal = True
+        self.outputs = {master: 1}
+        for one in (master, self.stdin_fd):
+            os.set_blocking(one, False)
+        return slave, slave, slave
+
+    def due(self) -> float | None:
+        """Return when its time is over, `None` if nobody waits for that."""
+        return None if self.killed_by else self.deadline
+
+    def expire(self) -> None:
+        """Its time is over."""
+        self.kill("timeout")
+
     def feed(self) -> bool:
         """Write what stdin has; `False` when the pipe is done with and must leave the poll."""
         while self.stdin:
@@ -116,7 +151,9 @@ class Job:
                 del self.stdin[: os.write(self.stdin_fd, self.stdin[:READ_BYTES])]
             except BlockingIOError:
                 return True
-            except BrokenPipeError:
+            except OSError as error:
+                if error.errno not in (errno.EPIPE, errno.EIO):  # the second from a terminal that nobody has open
+                    raise
                 self.stdin.clear()
                 self.stdin_open = False
         return self.stdin_open
@@ -127,6 +164,10 @@ class Job:
             data = os.read(descriptor, READ_BYTES)
         except BlockingIOError:
             return b"", True
+        except OSError as error:
+            if error.errno != errno.EIO:  # a terminal's way to say that its last user has closed it
+                raise
+            return b"", False
         if not data:
             return b"", False
         stream = self.outputs[descriptor]
@@ -180,27 +221,63 @@ def signal_group(pid: int, number: int) -> None:
         return
 
 
+def resize(terminal: int, rows: int, columns: int) -> None:
+    """Set the size of a terminal; what runs in its foreground gets SIGWINCH."""
+    fcntl.ioctl(terminal, _TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
+
+
 def kill_tree(pid: int) -> None:
     """Kill a process, its group and its descendants."""
-    doomed = [pid, *_descendants(pid)]
-    for target in (-pid, *doomed):
+    _signal_all((-pid, pid, *_descendants(pid)), signal.SIGKILL)
+
+
+def signal_descendants(pid: int, number: int) -> None:
+    """Send a signal to what a process has started, and not to the process."""
+    _signal_all(_descendants(pid), number)
+
+
+def _signal_all(targets: Iterable[int], number: int) -> None:
+    for target in targets:
         try:
-            os.kill(target, signal.SIGKILL)
+            os.kill(target, number)
         except (ProcessLookupError, PermissionError):
             continue  # gone already, or not a group of its own yet
 
 
-def _descendants(pid: int) -> list[int]:
-    parents: dict[int, list[int]] = {}
+def _states() -> dict[int, tuple[str, int]]:
+    """Return state and parent of every process."""
+    found: dict[int, tuple[str, int]] = {}
     for name in os.listdir("/proc"):
         if name.isdigit():
             try:
                 with open(f"/proc/{name}/stat", "rb") as stream:
                     # The name in brackets may hold anything, so count from its end.
-                    parent = int(stream.read().rpartition(b")")[2].split()[1])
+                    words = stream.read().rpartition(b")")[2].split()
+                found[int(name)] = words[0].decode(), int(words[1])
             except (OSError, IndexError, ValueError):
                 continue  # ended meanwhile
-            parents.setdefault(parent, []).append(int(name))
+    return found
+
+
+def processes() -> list[int]:
+    """Return every process of this namespace that runs, but its first."""
+    return sorted(pid for pid, (state, _) in _states().items() if pid != 1 and state not in "ZX")
+
+
+def name_of(pid: int) -> str:
+    """Return the name of a process, `?` if it has ended; what is no letter is left out, for it chose the name."""
+    try:
+        with open(f"/proc/{pid}/comm", "rb") as stream:
+            found = stream.read(16).strip().decode("ascii", "replace")
+    except OSError:
+        return "?"
+    return "".join(one for one in found if one.isalnum() or one in "-_.") or "?"
+
+
+def _descendants(pid: int) -> list[int]:
+    parents: dict[int, list[int]] = {}
+    for child, (_, parent) in _states().items():
+        parents.setdefault(parent, []).append(child)
     found: list[int] = []
     front = [pid]
     while front:
@@ -219,17 +296,19 @@ def spawn(
     cpu_s: int,
     memory_bytes: int,
     extra: int | None = None,
+    terminal: bool = False,
 ) -> int:
     """Start a program; return the process id. What keeps it from running stands on its stderr, as with a shell.
 
     Args:
         memory_bytes: address space of the process, 0 for no bound of its own.
         extra: a descriptor that becomes number 3.
+        terminal: whether its standard input is a terminal, which then controls it.
 
     Raises:
         OSError: if there is no room for another process.
     """
-    if not user.uid and not user.gid and extra is None:
+    if not user.uid and not user.gid and extra is None and not terminal:
         pid = _spawn_without_copy(argv, stdio=stdio, env=env, cwd=cwd)
         if pid:
             _bound(pid, cpu_s=cpu_s, memory_bytes=memory_bytes)
@@ -238,7 +317,7 @@ def spawn(
     if pid:
         return pid
     try:
-        _enter(stdio, extra=extra, cwd=cwd, user=user, cpu_s=cpu_s, memory_bytes=memory_bytes)
+        _enter(stdio, extra=extra, cwd=cwd, user=user, cpu_s=cpu_s, memory_bytes=memory_bytes, terminal=terminal)
         os.execvpe(argv[0], argv, env)
     except BaseException as error:
         try:
@@ -256,7 +335,7 @@ def _spawn_without_copy(argv: list[str], *, stdio: tuple[int, int, int], env: di
     actions = [(os.POSIX_SPAWN_DUP2, source, target) for target, source in enumerate(stdio)]
     try:
         os.chdir(cwd)  # the agent is single-threaded, and otherwise knows absolute paths only
-        path = _find_program(argv[0], env["PATH"])
+        path = find_program(argv[0], env["PATH"])
         return os.posix_spawn(path, argv, env, file_actions=actions, setsid=True, setsigdef=_RESET_SIGNALS)
     except OSError as error:
         if error.errno in (errno.EAGAIN, errno.ENOMEM):
@@ -266,7 +345,12 @@ def _spawn_without_copy(argv: list[str], *, stdio: tuple[int, int, int], env: di
         os.chdir("/")
 
 
-def _find_program(name: str, path: str) -> str:
+def find_program(name: str, path: str) -> str:
+    """Return where a program is.
+
+    Raises:
+        FileNotFoundError: if no directory of the PATH has it.
+    """
     if "/" in name:
         return name
     for directory in path.split(":"):
@@ -290,7 +374,14 @@ def _bound(pid: int, *, cpu_s: int, memory_bytes: int) -> None:
 
 
 def _enter(
-    stdio: tuple[int, int, int], *, extra: int | None, cwd: str, user: User, cpu_s: int, memory_bytes: int
+    stdio: tuple[int, int, int],
+    *,
+    extra: int | None,
+    cwd: str,
+    user: User,
+    cpu_s: int,
+    memory_bytes: int,
+    terminal: bool,
 ) -> None:
     """Turn a fork of the agent into what will be executed."""
     signal.set_wakeup_fd(-1)
@@ -301,6 +392,8 @@ def _enter(
         os.dup2(source, target)
     if extra is not None:
         os.dup2(extra, 3)
+    if terminal:
+        fcntl.ioctl(0, _TIOCSCTTY, 0)
     kernel.close_all_except((0, 1, 2) if extra is None else (0, 1, 2, 3))
     # Nothing of the agent is left in reach now; readable again, so that the file below belongs to this process.
     kernel.set_dumpable(True)

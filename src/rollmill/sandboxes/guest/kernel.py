@@ -40,6 +40,8 @@ _AT_EMPTY_PATH = 0x1000
 _AT_RECURSIVE = 0x8000
 _OPEN_TREE_CLONE = 1
 _MOVE_MOUNT_F_EMPTY_PATH = 4
+_RESOLVE_NO_MAGICLINKS, _RESOLVE_IN_ROOT = 2, 16
+_OPEN_TRIES = 8
 
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_SECCOMP, _PR_CAPBSET_DROP = 1, 4, 22, 24
 _PR_SET_NAME, _PR_SET_NO_NEW_PRIVS, _PR_CAP_AMBIENT = 15, 38, 47
@@ -57,6 +59,7 @@ _NEW_CALLS = {
     "open_tree": 428,
     "move_mount": 429,
     "close_range": 436,
+    "openat2": 437,
     "mount_setattr": 442,
     "landlock_create_ruleset": 444,
     "landlock_add_rule": 445,
@@ -151,6 +154,17 @@ def open_tree(path: str, *, recursive: bool = False) -> int:
     return syscall("open_tree", _AT_FDCWD, os.fsencode(path), flags)
 
 
+def open_in_root(root: int, path: str, *, flags: int = os.O_PATH) -> int:
+    """Open a path as a process would whose root is the directory `root`: no link leads out of it."""
+    packed = struct.pack("QQQ", flags | os.O_CLOEXEC, 0, _RESOLVE_IN_ROOT | _RESOLVE_NO_MAGICLINKS)
+    for _ in range(_OPEN_TRIES):
+        try:
+            return syscall("openat2", root, os.fsencode(path), packed, len(packed))
+        except BlockingIOError:
+            continue  # something was renamed on the machine while ".." was followed
+    raise OSError(11, f"openat2: {path} could not be opened in {_OPEN_TRIES} tries")
+
+
 def move_mount(descriptor: int, target: str) -> None:
     """Attach a detached mount."""
     syscall("move_mount", descriptor, b"", _AT_FDCWD, os.fsencode(target), _MOVE_MOUNT_F_EMPTY_PATH)
@@ -167,6 +181,11 @@ def map_owners(descriptor: int, *, user_namespace: int) -> None:
     """Show the files of a detached mount as owned by the ids of a user namespace (idmapped mount)."""
     packed = struct.pack("QQQQ", MOUNT_ATTR_IDMAP, 0, 0, user_namespace)
     syscall("mount_setattr", descriptor, b"", _AT_EMPTY_PATH, packed, len(packed))
+
+
+def sync_file_system(descriptor: int) -> None:
+    """Wait until all that was written to the file system of a descriptor is on its disk."""
+    _check(_libc.syncfs(ctypes.c_int(descriptor)), "syncfs")
 
 
 def close_all_except(kept: tuple[int, ...]) -> None:

@@ -1,14 +1,22 @@
 """The root of a sandbox: a capped memory file system, overlays of what is below, and the few devices.
 
-Runs in the sandbox's own mount namespace, before its first process gives up its privileges. Everything that the sandbox
-may write lies on one tmpfs with a bound on bytes and on inodes, and vanishes with the namespace.
+Runs in the sandbox's own mount namespace, before its first process gives up its privileges. Everything that the
+sandbox may write lies on one tmpfs with a bound on bytes and on inodes, and vanishes with the namespace, unless
+somebody holds a copy of its mount: then it is a layer, which other sandboxes put below what they write.
+
+    of a layer     up/NAME      what was written to the overlay at NAME (`image`, or `root`, `usr` and so on)
+                   work/, shm/  without meaning for others
+
+An image or a layer may hold any link. So nothing inside is reached by a path of this process's own root.
 """
 
 from __future__ import annotations
 
+import errno
 import functools
 import os
 import stat
+from contextlib import suppress
 from typing import Any
 
 from rollmill.sandboxes.guest import jobs, kernel
@@ -72,41 +80,105 @@ class Trees:
         self._opened.append(os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC))
         return f"/proc/self/fd/{self._opened[-1]}"
 
-    def show(self, path: str, target: str) -> None:
+    def show(self, path: str, inside: Inside, target: str) -> None:
         """Mount a directory or a file at `target`, to be read only."""
         tree = self._descriptors.get(path)
-        make_mount_point(target, directory=stat.S_ISDIR((os.stat(path) if tree is None else os.fstat(tree)).st_mode))
+        directory = stat.S_ISDIR((os.stat(path) if tree is None else os.fstat(tree)).st_mode)
+        place = inside.mount_point(target, directory=directory)
         if tree is not None:
-            kernel.move_mount(tree, target)
+            kernel.move_mount(tree, place)
         else:
-            kernel.mount(path, target, flags=MS_BIND | MS_REC)
-        kernel.restrict_mount(target, attributes=READ_ONLY)
+            kernel.mount(path, place, flags=MS_BIND | MS_REC)
+        kernel.restrict_mount(inside.at(target), attributes=READ_ONLY)
 
 
-def make_mount_point(target: str, *, directory: bool) -> None:
-    """Make an empty directory or file to mount on, with the directories above it, unless something is there."""
-    if os.path.exists(target):
-        return
-    if directory:
-        os.makedirs(target, exist_ok=True)
-        return
-    os.makedirs(os.path.dirname(target), exist_ok=True)
-    os.close(os.open(target, os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC, 0o644))
-
-
-def build(plan: dict[str, Any], trees: Trees) -> None:
-    """Mount the root of a sandbox and move into it.
+class Inside:
+    """Reaches paths below a directory as a process would that has it as its root: no link leads out of it.
 
     Args:
-        plan: `size_bytes`, `inodes`, `name`, `all_users`, `lowers` (real paths; none: the host's own directories) and
-            `expose` (pairs of the path inside and the real path).
+        root: the directory. Descriptors stay open until the sandbox closes all that it does not need.
+    """
+
+    def __init__(self, root: str) -> None:
+        self._root = os.open(root, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+
+    def _open(self, path: str) -> int:
+        try:
+            return kernel.open_in_root(self._root, path)
+        except OSError as error:
+            if error.errno != errno.ELOOP:
+                raise
+            raise FileNotFoundError(errno.ENOENT, f"{path} is a link that leads to itself") from error
+
+    def at(self, path: str) -> str:
+        """Return a name for what is now at a path, the uppermost mount there."""
+        return f"/proc/self/fd/{self._open(path)}"
+
+    def has(self, path: str) -> bool:
+        """Return whether something has this name, be it a link that leads nowhere."""
+        above, name = os.path.split(path.strip("/"))
+        try:
+            os.stat(name, dir_fd=self._open(above or "/"), follow_symlinks=False)
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        return True
+
+    def directory(self, path: str, mode: int) -> bool:
+        """Make a directory; `False` if something has its name already, or no directory is above it."""
+        above, name = os.path.split(path.strip("/"))
+        try:
+            parent = self._open(above or "/")
+            os.mkdir(name, dir_fd=parent)
+        except (FileExistsError, FileNotFoundError, NotADirectoryError):
+            return False
+        os.chmod(name, mode, dir_fd=parent)
+        return True
+
+    def file(self, path: str, data: bytes) -> bool:
+        """Make a file; `False` as with directories."""
+        above, name = os.path.split(path.strip("/"))
+        flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC
+        try:
+            made = os.open(name, flags, 0o644, dir_fd=self._open(above or "/"))
+        except (FileExistsError, FileNotFoundError, NotADirectoryError):
+            return False
+        try:
+            os.write(made, data)
+        finally:
+            os.close(made)
+        return True
+
+    def mount_point(self, path: str, *, directory: bool) -> str:
+        """Return a name for what is at a path; make it, and the directories above it, if nothing is."""
+        names = path.strip("/").split("/")
+        for count in range(1, len(names) + 1):
+            part = "/".join(names[:count])
+            try:
+                found = self._open(part)
+            except FileNotFoundError:
+                made = self.directory(part, 0o755) if directory or count < len(names) else self.file(part, b"")
+                if not made:
+                    raise  # a link that leads nowhere has this name
+                found = self._open(part)
+        return f"/proc/self/fd/{found}"
+
+
+def build(plan: dict[str, Any], trees: Trees) -> int:
+    """Mount the root of a sandbox and move into it; return a copy of the mount of all that it will write.
+
+    Args:
+        plan: `size_bytes`, `inodes`, `name`, `all_users`, `lowers` (real paths; none: the host's own directories),
+            `layers` (names of trees or real paths, the uppermost first) and `expose` (pairs of the path inside and the
+            real path).
         trees: where the directories of the host come from.
     """
     kernel.mount("none", "/", flags=MS_REC | MS_PRIVATE)
-    os.chdir(_Root(plan, trees).mount())
+    root = _Root(plan, trees)
+    os.chdir(root.mount())
     kernel.pivot_root_here()
     kernel.detach(".")
     os.chdir("/")
+    return root.written
 
 
 @functools.cache
@@ -148,9 +220,11 @@ class _Root:
         self._plan = plan
         self._trees = trees
         # Opened now: the scratch file system is about to hide whatever lies below its mount point.
-        paths = [*plan["lowers"], *(path for _, path in plan["expose"])]
+        paths = [*plan["lowers"], *plan["layers"], *(path for _, path in plan["expose"])]
         hidden = [path for path in paths if path.startswith(_BASE + "/") and not trees.has(path)]
         self._kept = {path: os.open(path, os.O_PATH | os.O_CLOEXEC) for path in hidden}
+        self._layers: list[str] = []
+        self.written = -1
 
     def _reach(self, path: str) -> str:
         return f"/proc/self/fd/{self._kept[path]}" if path in self._kept else path
@@ -159,67 +233,81 @@ class _Root:
         plan = self._plan
         options = f"size={plan['size_bytes']},nr_inodes={plan['inodes']},mode=755"
         kernel.mount("sandbox", _BASE, kind="tmpfs", flags=MS_NOSUID | MS_NODEV, data=options)
+        self.written = kernel.open_tree(_BASE)  # a detached mount counts as a namespace, and soon none more may be made
         root = f"{_BASE}/root"
         os.mkdir(root)
-        if plan["lowers"]:
-            self._overlay(plan["lowers"], at=root, name="image")
-        else:
-            self._host_root(root)
+        found = (self._trees.lower(self._reach(one), f"{_BASE}/low/s{i}") for i, one in enumerate(plan["layers"]))
+        self._layers = list(found)
+        inside = self._image_root(root) if plan["lowers"] else self._host_root(root)
         for name, mode in _DIRECTORIES.items():
-            _directory(f"{root}/{name}", mode)
-        self._write_files(root)
-        for inside, path in plan["expose"]:
-            self._trees.show(self._reach(path), f"{root}{inside}")
-        self._devices(f"{root}/dev")
-        _mount_proc(f"{root}/proc")
+            inside.directory(name, mode)
+        self._write_files(inside)
+        for target, path in plan["expose"]:
+            self._trees.show(self._reach(path), inside, target)
+        self._devices(inside)
+        _mount_proc(inside)
         return root
+
+    def _image_root(self, root: str) -> Inside:
+        self._overlay(self._plan["lowers"], at=root, name="image")
+        return Inside(root)
 
     def _overlay(self, lowers: list[str], *, at: str, name: str) -> None:
         upper, work = f"{_BASE}/up/{name}", f"{_BASE}/work/{name}"
         os.makedirs(upper)
         os.makedirs(work)
+        below = [f"{one}/up/{name}" for one in self._layers if os.path.isdir(f"{one}/up/{name}")]
+        if below:
+            found = os.stat(below[0])
+            os.chown(upper, found.st_uid, found.st_gid)
         # The root of the upper layer is the root that the sandbox sees: it must look like the one below.
-        below = [self._trees.lower(self._reach(path), f"{_BASE}/low/{name}{i}") for i, path in enumerate(lowers)]
+        below += [self._trees.lower(self._reach(path), f"{_BASE}/low/{name}{i}") for i, path in enumerate(lowers)]
         os.chmod(upper, os.stat(below[0]).st_mode & 0o7777)
         data = f"lowerdir={':'.join(below)},upperdir={upper},workdir={work},userxattr"
         kernel.mount("overlay", at, kind="overlay", flags=MS_NOSUID | MS_NODEV, data=data)
 
-    def _host_root(self, root: str) -> None:
-        kernel.mount(root, root, flags=MS_BIND)
+    def _host_root(self, root: str) -> Inside:
+        if self._layers:
+            self._overlay([], at=root, name="root")
+        else:
+            os.makedirs(f"{_BASE}/up/root")
+            kernel.mount(f"{_BASE}/up/root", root, flags=MS_BIND)
+        inside = Inside(root)
         for name, link in host_directories().items():
-            if link is not None:
+            if link is None:
+                self._overlay([f"/{name}"], at=inside.mount_point(name, directory=True), name=name)
+            elif not inside.has(name):
                 os.symlink(link, f"{root}/{name}")
-                continue
-            os.mkdir(f"{root}/{name}")
-            self._overlay([f"/{name}"], at=f"{root}/{name}", name=name)
         if not os.path.exists("/usr/bin/python") and os.path.exists("/usr/bin/python3"):
-            os.makedirs(f"{root}{jobs.EXTRA_PATH}")  # what people type, also where a distribution has only `python3`
-            os.symlink("/usr/bin/python3", f"{root}{jobs.EXTRA_PATH}/python")
+            self._add_python(inside)
         bound, copied = host_configuration()
         for name, path in bound.items():
-            make_mount_point(f"{root}/etc/{name}", directory=os.path.isdir(path))
-            kernel.mount(path, f"{root}/etc/{name}", flags=MS_BIND)
-            kernel.restrict_mount(f"{root}/etc/{name}", attributes=READ_ONLY, recursive=False)
+            # Of a root that was used before something else may have this name; then that is what its owner wanted.
+            with suppress(FileNotFoundError, NotADirectoryError, FileExistsError):
+                place = inside.mount_point(f"etc/{name}", directory=os.path.isdir(path))
+                kernel.mount(path, place, flags=MS_BIND)
+                kernel.restrict_mount(inside.at(f"etc/{name}"), attributes=READ_ONLY, recursive=False)
         for name, data in copied.items():
-            with open(f"{root}/etc/{name}", "wb") as stream:
-                stream.write(data)
+            inside.file(f"etc/{name}", data)
+        return inside
 
-    def _write_files(self, root: str) -> None:
+    def _add_python(self, inside: Inside) -> None:
+        """Offer what people type, also where a distribution has only `python3`."""
+        with suppress(FileNotFoundError, NotADirectoryError, FileExistsError):
+            place = inside.mount_point(jobs.EXTRA_PATH, directory=True)
+            os.symlink("/usr/bin/python3", f"{place}/python")
+
+    def _write_files(self, inside: Inside) -> None:
         """Write names and addresses; an image that has its own keeps them."""
         for name, text in _FILES.items():
-            path = f"{root}/{name}"
-            if os.path.lexists(path):
-                continue
-            with open(path, "w") as stream:
-                stream.write(text.format(user=USER_ID, name=self._plan["name"]))
-        home = f"{root}/home/user"
-        if not os.path.lexists(home):
-            os.mkdir(home, 0o755)
-            if self._plan["all_users"]:
-                os.chown(home, USER_ID, USER_ID)
+            inside.file(name, text.format(user=USER_ID, name=self._plan["name"]).encode())
+        if inside.directory("home/user", 0o755) and self._plan["all_users"]:
+            os.chown(inside.at("home/user"), USER_ID, USER_ID)
 
-    def _devices(self, directory: str) -> None:
-        kernel.mount("dev", directory, kind="tmpfs", flags=MS_NOSUID | MS_NOEXEC, data="size=64k,nr_inodes=64,mode=755")
+    def _devices(self, inside: Inside) -> None:
+        place = inside.mount_point("dev", directory=True)
+        kernel.mount("dev", place, kind="tmpfs", flags=MS_NOSUID | MS_NOEXEC, data="size=64k,nr_inodes=64,mode=755")
+        directory = inside.at("dev")
         for name in _DEVICES:
             os.mknod(f"{directory}/{name}", 0o644)
             kernel.mount(f"/dev/{name}", f"{directory}/{name}", flags=MS_BIND)
@@ -237,14 +325,11 @@ class _Root:
         kernel.restrict_mount(directory, attributes=kernel.MOUNT_ATTR_RDONLY, recursive=False)
 
 
-def _directory(path: str, mode: int) -> None:
-    if not os.path.lexists(path):
-        os.mkdir(path)
-        os.chmod(path, mode)
-
-
-def _mount_proc(directory: str) -> None:
-    kernel.mount("proc", directory, kind="proc", flags=MS_NOSUID | MS_NODEV | MS_NOEXEC)
+def _mount_proc(inside: Inside) -> None:
+    kernel.mount(
+        "proc", inside.mount_point("proc", directory=True), kind="proc", flags=MS_NOSUID | MS_NODEV | MS_NOEXEC
+    )
+    directory = inside.at("proc")
     bound_kernel_objects(directory)
     kernel.mount(f"{directory}/sys", f"{directory}/sys", flags=MS_BIND | MS_REC)
     kernel.restrict_mount(f"{directory}/sys", attributes=READ_ONLY | kernel.MOUNT_ATTR_NOEXEC)

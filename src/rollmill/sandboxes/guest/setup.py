@@ -26,18 +26,21 @@ OWNERS_NOT_MAPPED = "owners_not_mapped"
 
 
 class _Step:
-    """Names the step that failed, for the one message that its owner gets."""
+    """Names the step that failed, for the one message that its owner gets; and what a step left for later."""
 
     name = "start"
+    written = -1
 
 
 def become_sandbox(plan: dict[str, Any], *, agent: socket.socket, gate: socket.socket) -> None:
     """Set this process up as a sandbox and serve it; never returns.
 
     Args:
-        plan: what `build` takes, and `limits`, `held`, `seccomp`, `landlock`.
+        plan: what `build` takes, and `limits`, `held`, `seccomp`, `landlock`, `trees` and `lent` (names of what comes
+            through the gate).
         agent: where the owner talks to the agent.
-        gate: where the zygote says when ids and groups are in place, with descriptors of the host's directories.
+        gate: where the zygote says when ids and groups are in place, with descriptors of the host's directories and
+            of layers; later the agent hands its own layer out there.
     """
     step = _Step()
     try:
@@ -48,7 +51,9 @@ def become_sandbox(plan: dict[str, Any], *, agent: socket.socket, gate: socket.s
         _say(agent, {"op": "failed", **detail})
         os._exit(1)
     agent.setblocking(False)
-    Agent(agent, all_users=plan["all_users"], limits=plan["limits"]).serve(protections)
+    Agent(agent, all_users=plan["all_users"], limits=plan["limits"], zygote=gate, written=step.written).serve(
+        protections
+    )
 
 
 def _say(agent: socket.socket, head: dict[str, Any]) -> None:
@@ -73,7 +78,6 @@ def _set_up(plan: dict[str, Any], *, agent: socket.socket, gate: socket.socket, 
     os.setresuid(0, 0, 0)
     kernel.die_with_parent()  # cleared by the change of ids
     _check_zygote(gate)
-    gate.close()
     os.setsid()
     kernel.unshare(kernel.CLONE_NEWCGROUP)
     os.umask(0o022)
@@ -82,8 +86,9 @@ def _set_up(plan: dict[str, Any], *, agent: socket.socket, gate: socket.socket, 
     step.name = "bring the loopback up"
     _loopback_up()
     step.name = "mount the root"
-    root.build(plan, root.Trees(trees))
-    kernel.close_all_except((0, 1, 2, agent.fileno()))
+    step.written = root.build(plan, root.Trees(trees))
+    # The last two are for the day when this sandbox's files become a layer of others.
+    kernel.close_all_except((0, 1, 2, agent.fileno(), gate.fileno(), step.written))
     agent.set_inheritable(False)
     step.name = "set limits"
     _set_limits(plan)
@@ -112,7 +117,8 @@ def _give_up(plan: dict[str, Any], step: _Step) -> list[str]:
 
 def _wait_for_gate(plan: dict[str, Any], gate: socket.socket, agent: socket.socket) -> dict[str, int]:
     kernel.close_all_except((0, 1, 2, gate.fileno(), agent.fileno()))
-    expected = plan["entrances"] + len(plan["trees"])
+    trees = [*plan["trees"], *plan["lent"]]
+    expected = plan["entrances"] + len(trees)
     message, descriptors, _, _ = socket.recv_fds(gate, 16, expected + 1)
     if message not in (GO, GO_UNMAPPED) or len(descriptors) != expected:
         raise OSError(errno.EPIPE, "the zygote ended before this sandbox was set up")
@@ -121,7 +127,7 @@ def _wait_for_gate(plan: dict[str, Any], gate: socket.socket, agent: socket.sock
     for entrance in descriptors[: plan["entrances"]]:
         os.write(entrance, b"0")  # this process
         os.close(entrance)
-    return dict(zip(plan["trees"], descriptors[plan["entrances"] :], strict=True))
+    return dict(zip(trees, descriptors[plan["entrances"] :], strict=True))
 
 
 def _silence() -> None:

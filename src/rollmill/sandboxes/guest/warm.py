@@ -23,7 +23,7 @@ class WarmPython:
     """One fork-server and the jobs it runs."""
 
     def __init__(self, pid: int, control: socket.socket) -> None:
-        self._pid = pid
+        self.pid = pid
         self._control = control
         self._jobs: dict[int, Job] = {}
 
@@ -110,7 +110,7 @@ class WarmPython:
 
     def close(self) -> list[Job]:
         """End the server; return the jobs that end unfinished with it."""
-        jobs.kill_tree(self._pid)
+        jobs.kill_tree(self.pid)
         self._control.close()
         left, self._jobs = list(self._jobs.values()), {}
         for job in left:

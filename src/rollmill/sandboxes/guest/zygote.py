@@ -5,7 +5,8 @@ sandbox begins by closing every descriptor. It ends when told to, or when its ow
 process descriptor rather than by the end of a stream that somebody else may hold open. With it end all its sandboxes.
 
     who waits for what
-    zygote           an order, the end of its owner, the end of a sandbox, and every 50 ms for groups that still empty
+    zygote           an order, the end of its owner, the end of a sandbox, an answer of the keeper of layers, and every
+                     50 ms for groups that still empty
     a new sandbox    its gate: ids, groups and directories are in place
     the owner        `started` or `refused`, then the agent's own word; `gone` at the end
 """
@@ -22,6 +23,7 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from rollmill.sandboxes.guest import kernel, root
@@ -29,6 +31,7 @@ from rollmill.sandboxes.guest.cgroups import MEMORY, Caps, Groups
 from rollmill.sandboxes.guest.setup import GO, GO_UNMAPPED, become_sandbox
 
 _MOST_ORDER_BYTES = 256 * 1024
+_MOST_LAYERS = 128
 _RETRY_MS = 50
 _LAST_BREATH_S = 20.0
 _NAMESPACES = (
@@ -66,6 +69,11 @@ class Zygote:
         self._children: dict[int, Child] = {}
         self._emptying: list[Groups] = []
         self._told: list[str] = []
+        self._keeper: socket.socket | None = None
+        self._keeper_pid = 0
+        self._asked: dict[int, Callable[[dict[str, Any], list[int]], None]] = {}
+        self._number = 0
+        self._parked: set[str] = set()
         self._poll = select.poll()
         self._poll.register(control, select.POLLIN)
         self._poll.register(owner, select.POLLIN)
@@ -83,6 +91,8 @@ class Zygote:
             if descriptor == self._control.fileno():
                 if not self._take_order():
                     return False
+            elif self._keeper is not None and descriptor == self._keeper.fileno():
+                self._on_keeper()
             elif descriptor in self._children:
                 self._bury(self._children[descriptor])
         self._emptying = [groups for groups in self._emptying if not groups.destroy()]
@@ -98,9 +108,18 @@ class Zygote:
         order = json.loads(message)
         if order["op"] == "quit":
             return False
-        if order["op"] == "create":
-            self._create(order, descriptors)
+        if order["op"] == "create" and order["plan"]["lent"]:
+            lend = {"op": "lend", "layers": order["plan"]["lent"]}
+            self._parked.add(order["id"])
+            self._ask_keeper(lend, lambda answer, trees: self._lent(order, descriptors, answer, trees))
+        elif order["op"] == "create":
+            self._create(order, descriptors, [])
+        elif order["op"] == "hold":
+            self._hold(order)
+        elif order["op"] in ("drop", "merge", "store"):
+            self._pass_on(order)
         elif order["op"] == "kill":
+            self._parked.discard(order["id"])
             self._signal(order["id"], signal.SIGKILL)
         return True
 
@@ -110,7 +129,120 @@ class Zygote:
         except OSError:
             return  # the owner is ending; its process descriptor says so next
 
-    def _create(self, order: dict[str, Any], descriptors: list[int]) -> None:
+    # -- layers ------------------------------------------------------------------------------------------------------
+
+    def _hold(self, order: dict[str, Any]) -> None:
+        """Take the layer that a sandbox's agent put into its gate, and give it to the keeper."""
+        given: list[int] = []
+        for child in self._children.values():
+            if child.sandbox_id == order["id"]:
+                given = _take_layer(child.gate)
+        if not given:
+            message = "the sandbox ended, or its agent handed no layer out"
+            self._say({"op": "kept", "n": order["n"], "errno": errno.ESRCH, "message": message})
+            return
+        try:
+            self._ask_keeper(order, lambda answer, _: self._say({**answer, "n": order["n"]}), given)
+        finally:
+            for one in given:
+                os.close(one)
+
+    def _pass_on(self, order: dict[str, Any]) -> None:
+        """Let the keeper do something, and its answer be heard by the owner."""
+        given: list[int] = []
+        try:
+            if "directory" in order:
+                given.append(os.open(order["directory"], os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
+            self._ask_keeper(order, lambda answer, _: self._say({**answer, "n": order["n"]}), given)
+        except OSError as error:
+            self._say({"op": "kept", "n": order["n"], "errno": error.errno or 0, "message": str(error)})
+        finally:
+            for one in given:
+                os.close(one)
+
+    def _ask_keeper(
+        self,
+        request: dict[str, Any],
+        then: Callable[[dict[str, Any], list[int]], None],
+        descriptors: list[int] | None = None,
+    ) -> None:
+        self._number += 1
+        number = self._number
+        try:
+            keeper = self._running_keeper()
+            socket.send_fds(keeper, [json.dumps({**request, "n": number}).encode()], descriptors or [])
+        except OSError as error:
+            then({"op": "kept", "errno": error.errno or 0, "message": f"the keeper of layers: {error}"}, [])
+            return
+        self._asked[number] = then
+
+    def _running_keeper(self) -> socket.socket:
+        """Return the connection to the keeper; fork it if there is none."""
+        if self._keeper is not None:
+            return self._keeper
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        plain = os.geteuid() != 0
+        try:
+            pid = kernel.clone(kernel.CLONE_NEWNS | (kernel.CLONE_NEWUSER if plain else 0))
+        except OSError:
+            ours.close()
+            theirs.close()
+            raise
+        if pid == 0:
+            # Here, so that sandboxes do not carry what they have no use for.
+            from rollmill.sandboxes.guest import keeper
+
+            keeper.run(theirs)
+            os._exit(1)
+        theirs.close()
+        if plain:
+            _map_ids(pid, base=None)
+        ours.send(b"go")
+        self._keeper, self._keeper_pid = ours, pid
+        self._poll.register(ours, select.POLLIN)
+        return ours
+
+    def _on_keeper(self) -> None:
+        assert self._keeper is not None
+        try:
+            message, descriptors, _, _ = socket.recv_fds(self._keeper, _MOST_ORDER_BYTES, _MOST_LAYERS)
+        except ConnectionError:
+            message, descriptors = b"", []
+        if not message:
+            self._lose_keeper()
+            return
+        answer = json.loads(message)
+        try:
+            self._asked.pop(answer["n"])(answer, descriptors)
+        finally:
+            for one in descriptors:
+                os.close(one)
+
+    def _lose_keeper(self) -> None:
+        assert self._keeper is not None
+        self._poll.unregister(self._keeper)
+        self._keeper.close()
+        self._keeper = None
+        os.waitpid(self._keeper_pid, 0)
+        self._say({"op": "keeper_lost"})
+        asked, self._asked = list(self._asked.values()), {}
+        for then in asked:
+            then({"op": "kept", "errno": errno.EPIPE, "message": "the keeper of layers ended"}, [])
+
+    def _lent(self, order: dict[str, Any], descriptors: list[int], answer: dict[str, Any], trees: list[int]) -> None:
+        if order["id"] not in self._parked:
+            answer = {"errno": errno.ECANCELED, "message": "it was to end before it started"}
+        self._parked.discard(order["id"])
+        if "errno" in answer:
+            for one in descriptors:
+                os.close(one)
+            self._say({"op": "refused", "id": order["id"], "errno": answer["errno"], "message": answer["message"]})
+            return
+        self._create(order, descriptors, trees)
+
+    # -- sandboxes ---------------------------------------------------------------------------------------------------
+
+    def _create(self, order: dict[str, Any], descriptors: list[int], lent: list[int]) -> None:
         agent = socket.socket(fileno=descriptors[0])
         plan = order["plan"]
         groups = Groups(order["groups"])
@@ -119,7 +251,7 @@ class Zygote:
             # Without a cgroup that bounds the sandbox as a whole, each of its processes is bounded.
             whole = MEMORY in plan["held"]
             plan["limits"]["process_memory_bytes"] = 0 if whole else plan["limits"]["memory_bytes"]
-            child = self._clone(order, groups, agent)
+            child = self._clone(order, groups, agent, lent)
         except OSError as error:
             if not groups.destroy():
                 self._emptying.append(groups)
@@ -131,7 +263,7 @@ class Zygote:
         self._poll.register(child.descriptor, select.POLLIN)
         self._say({"op": "started", "id": order["id"], "pid": child.pid})
 
-    def _clone(self, order: dict[str, Any], groups: Groups, agent: socket.socket) -> Child:
+    def _clone(self, order: dict[str, Any], groups: Groups, agent: socket.socket, lent: list[int]) -> Child:
         plan = order["plan"]
         _real_paths(plan, mapped=order["id_base"] is not None)
         entrances = groups.open_entrances()
@@ -160,7 +292,7 @@ class Zygote:
             _map_ids(pid, base=order["id_base"])
             trees, mapped = _open_trees(plan, pid)
             entrances += trees
-            socket.send_fds(ours, [GO if mapped else GO_UNMAPPED], entrances)
+            socket.send_fds(ours, [GO if mapped else GO_UNMAPPED], [*entrances, *lent])
         except OSError:
             signal.pidfd_send_signal(child.descriptor, signal.SIGKILL)
             os.waitpid(pid, 0)
@@ -199,6 +331,9 @@ class Zygote:
             signal.pidfd_send_signal(child.descriptor, signal.SIGKILL)
         for child in list(self._children.values()):
             self._bury(child)
+        if self._keeper is not None:
+            os.kill(self._keeper_pid, signal.SIGKILL)
+            os.waitpid(self._keeper_pid, 0)
         deadline = time.monotonic() + _LAST_BREATH_S
         while self._emptying and time.monotonic() < deadline:
             self._emptying = [groups for groups in self._emptying if not groups.destroy()]
@@ -219,7 +354,25 @@ def _real_paths(plan: dict[str, Any], *, mapped: bool) -> None:
     if not mapped:
         return
     plan["mapped"] = plan["lowers"] or [f"/{name}" for name, link in root.host_directories().items() if link is None]
-    plan["trees"] = list(dict.fromkeys([*plan["mapped"], *(path for _, path in plan["expose"])]))
+    stored = [one for one in plan["layers"] if one.startswith("/")]
+    plan["trees"] = list(dict.fromkeys([*plan["mapped"], *stored, *(path for _, path in plan["expose"])]))
+
+
+def _take_layer(gate: socket.socket) -> list[int]:
+    """Return the one descriptor that an agent handed out last."""
+    found: list[int] = []
+    while True:
+        try:
+            message, given, _, _ = socket.recv_fds(gate, 16, 4, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return found
+        for one in found:
+            os.close(one)
+        found = given[:1]
+        for one in given[1:]:
+            os.close(one)
+        if not message:
+            return found
 
 
 def _map_ids(pid: int, *, base: int | None) -> None:

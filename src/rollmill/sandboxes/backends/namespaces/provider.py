@@ -322,6 +322,8 @@ class NamespaceProvider:
         plan = {
             "name": "sandbox",
             "lowers": list(image.layers) if isinstance(image, DirectoryImage) else [],
+            "layers": [],
+            "lent": [],
             "expose": list(sandbox.spec.expose),
             "all_users": id_base is not None,
             "size_bytes": limits.disk_bytes,
