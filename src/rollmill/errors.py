@@ -30,6 +30,7 @@ Two branches. The user can fix a `UserError`; a `Fault` is something that failed
         |   |-- SandboxDead            the sandbox has ended, with the reason
         |   |-- SandboxUnsupported     this backend cannot do it
         |   |-- SandboxFileError       a path inside is missing, refused or not a file
+        |   |-- SandboxBusy            programs run, or another call has it; it must be still for this
         |   |-- SandboxExhausted       the sandbox is out of processes, memory, space or descriptors
         |   `-- SandboxIdInUse         another sandbox has this id
         |-- ScoringFault               the scorer raised, hung or died; never a reward
@@ -278,6 +279,12 @@ class SandboxFileError(SandboxError):
     """A path inside a sandbox is missing, refused, or not a file."""
 
     code = "sandbox_file"
+
+
+class SandboxBusy(SandboxError):
+    """Programs run in the sandbox, or another call has it to itself; for what was asked it must be still."""
+
+    code = "sandbox_busy"
 
 
 class SandboxExhausted(SandboxError):

@@ -6,7 +6,7 @@ for and what comes back in `records`, and how isolation is named in `isolation`.
 
 from rollmill.sandboxes.backends.namespaces import NamespaceProvider, NamespaceSettings
 from rollmill.sandboxes.isolation import IsolationLevel, Protection
-from rollmill.sandboxes.protocol import Process, Provider, Sandbox
+from rollmill.sandboxes.protocol import Process, Provider, Sandbox, Session
 from rollmill.sandboxes.records import (
     Capabilities,
     Culprit,
@@ -23,6 +23,7 @@ from rollmill.sandboxes.records import (
     SandboxSpec,
     SandboxState,
     SandboxStatus,
+    SnapshotRef,
     Usage,
 )
 
@@ -49,5 +50,7 @@ __all__ = [
     "SandboxSpec",
     "SandboxState",
     "SandboxStatus",
+    "Session",
+    "SnapshotRef",
     "Usage",
 ]

@@ -7,7 +7,7 @@ kills and provider losses are told apart in every `Death`; see `Culprit`.
 from __future__ import annotations
 
 import math
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterable, AsyncIterator, Mapping, Sequence
 from typing import Protocol
 
 from rollmill.errors import SandboxError
@@ -23,11 +23,14 @@ from rollmill.sandboxes.records import (
     SandboxSpec,
     SandboxState,
     SandboxStatus,
+    SnapshotRef,
     Usage,
 )
 
 DEFAULT_OUTPUT_CAP_BYTES = 1024 * 1024
 DEFAULT_READ_BYTES = 64 * 1024 * 1024
+MOST_LINE_BYTES = 256 * 1024
+_MOST_ROWS = 65_535
 
 
 def check_call(
@@ -51,6 +54,31 @@ def check_call(
         raise SandboxError(f"timeout_s is {timeout_s}; it must be above 0 and finite, or None for the limit's")
     if output_cap_bytes < 0:
         raise SandboxError(f"output_cap_bytes is {output_cap_bytes}; it must not be below 0")
+
+
+def check_line(line: str, *, timeout_s: float | None, output_cap_bytes: int) -> None:
+    """Refuse a session's line that no backend can run.
+
+    Raises:
+        SandboxError: with what is wrong.
+    """
+    check_call(["sh"], env=None, timeout_s=timeout_s, output_cap_bytes=output_cap_bytes)
+    size = len(line.encode("utf-8", "surrogateescape"))
+    if "\0" in line or size > MOST_LINE_BYTES:
+        raise SandboxError(
+            f"a line of {size} bytes cannot be run: a session takes {MOST_LINE_BYTES} at most, and no NUL. Write a "
+            "file first and run that."
+        )
+
+
+def check_terminal(size: tuple[int, int] | None) -> None:
+    """Refuse a terminal's size that none can have.
+
+    Raises:
+        SandboxError: with what is wrong.
+    """
+    if size is not None and not (len(size) == 2 and all(0 < one <= _MOST_ROWS for one in size)):
+        raise SandboxError(f"a terminal of (rows, columns) {size} cannot be; both are from 1 to {_MOST_ROWS}")
 
 
 class Process(Protocol):
@@ -77,12 +105,55 @@ class Process(Protocol):
         """Send a signal to its process group; SIGKILL reaches its descendants too."""
         ...
 
+    async def resize(self, rows: int, columns: int) -> None:
+        """Change the size of its terminal; nothing happens if it has none."""
+        ...
+
     async def wait(self) -> ExecResult:
         """Wait for its end; bounded by its timeout.
 
         Raises:
             SandboxDead: if the sandbox ended with it.
         """
+        ...
+
+
+class Session(Protocol):
+    """A shell that stays: what a line does to directory, variables and functions is there for the next one."""
+
+    @property
+    def alive(self) -> bool:
+        """Return whether its shell goes on, as far as the last line told."""
+        ...
+
+    async def run(
+        self, line: str, *, timeout_s: float | None = None, output_cap_bytes: int = DEFAULT_OUTPUT_CAP_BYTES
+    ) -> ExecResult:
+        """Run a line, or several; their input is empty.
+
+        A line that runs out of time, or floods its output, has what it started killed; the session survives if the
+        shell then goes on within a second (`alive`), as it does unless the line is a loop of its own. Output of what a
+        line leaves in the background comes with a later line.
+
+        Args:
+            line: what a shell understands.
+            timeout_s: the spec's `exec_s` if `None`.
+            output_cap_bytes: as with `exec`.
+
+        Raises:
+            SandboxBusy: if another line runs.
+            SandboxError: if the session has ended.
+
+        Cancellation: as if the time were over.
+        """
+        ...
+
+    async def interrupt(self) -> None:
+        """Send SIGINT to what the running line has started."""
+        ...
+
+    async def close(self) -> None:
+        """End the shell and what its lines have started."""
         ...
 
 
@@ -148,8 +219,38 @@ class Sandbox(Protocol):
         user: str | None = None,
         timeout_s: float | None = None,
         output_cap_bytes: int = DEFAULT_OUTPUT_CAP_BYTES,
+        pty: tuple[int, int] | None = None,
     ) -> Process:
-        """Start a program and let it run; with no timeout it may run as long as the sandbox lives."""
+        """Start a program and let it run; with no timeout it may run as long as the sandbox lives.
+
+        Args:
+            pty: rows and columns of a terminal for it; all that it writes is then `stdout`, and the end of its input is
+                an end-of-file character.
+
+        Raises:
+            SandboxUnsupported: if this backend has no terminals.
+        """
+        ...
+
+    async def open_session(
+        self,
+        *,
+        shell: str | None = None,
+        cwd: str | None = None,
+        env: Mapping[str, str] | None = None,
+        user: str | None = None,
+    ) -> Session:
+        """Start a shell that stays.
+
+        Args:
+            shell: which; the image's bash if `None`, else its sh.
+            cwd: as with `exec`.
+            env: as with `exec`.
+            user: as with `exec`.
+
+        Raises:
+            SandboxUnsupported: if the image has no such shell, or this backend no sessions.
+        """
         ...
 
     async def run_python(
@@ -193,6 +294,94 @@ class Sandbox(Protocol):
 
         Raises:
             SandboxFileError: if it is missing or no directory.
+        """
+        ...
+
+    def read_stream(self, path: str, *, offset: int = 0) -> AsyncIterator[bytes]:
+        """Yield a file's content in pieces, from an offset to its end; it may be of any size.
+
+        Raises:
+            SandboxFileError: if it is missing or no regular file.
+        """
+        ...
+
+    async def write_stream(
+        self, path: str, pieces: AsyncIterable[bytes], *, mode: int = 0o644, user: str | None = None
+    ) -> int:
+        """Write a file from pieces as they come, and make the directories above it; return its size.
+
+        Raises:
+            SandboxFileError: if the path is refused.
+            SandboxExhausted: if there is no space or inode left; what was written so far stays.
+        """
+        ...
+
+    async def stat(self, path: str) -> FileInfo:
+        """Return what is at a path; a link is told of itself.
+
+        Raises:
+            SandboxFileError: if nothing is there.
+        """
+        ...
+
+    async def make_dir(self, path: str, *, mode: int = 0o755, user: str | None = None) -> bool:
+        """Make a directory and those above it; `False` if it is there already.
+
+        Raises:
+            SandboxFileError: if something else has its name.
+        """
+        ...
+
+    async def rename(self, path: str, target: str, *, user: str | None = None) -> None:
+        """Give something another name, in place of a file that has it, and make the directories above.
+
+        Raises:
+            SandboxFileError: if nothing is there, the target is a directory that is not empty, or both lie on different
+                file systems, as with a directory of the image.
+        """
+        ...
+
+    async def remove(self, path: str, *, recursive: bool = False) -> None:
+        """Remove a file, a link itself, or a directory; with what is in it if `recursive`.
+
+        Raises:
+            SandboxFileError: if nothing is there, or a directory is not empty.
+        """
+        ...
+
+    async def snapshot(self, *, id: str, stop_processes: bool = False, end: bool = False) -> SnapshotRef:
+        """Keep its files as they are now; it goes on with them, in a fresh first process.
+
+        Files have one moment only while nothing writes to them. So nothing may run, sessions neither; what was in
+        shared memory is gone, as after a restart.
+
+        Args:
+            id: chosen by the caller, good for one snapshot.
+            stop_processes: kill what runs instead of refusing.
+            end: end the sandbox instead of letting it go on, which is faster.
+
+        Raises:
+            SandboxBusy: if something runs; the message says what.
+            SandboxRetryable: if the backend has no room for another snapshot.
+            SandboxIdInUse: if there is a snapshot with this id.
+            SandboxUnsupported: if this backend keeps none.
+
+        Cancellation: it is carried through.
+        """
+        ...
+
+    async def fork(
+        self,
+        ids: Sequence[str],
+        *,
+        lease: Lease,
+        labels: Mapping[str, str] | None = None,
+        stop_processes: bool = False,
+    ) -> tuple[Sandbox, ...]:
+        """Make sandboxes with its files: all of them, or none and an error.
+
+        Raises:
+            SandboxBusy: as with `snapshot`.
         """
         ...
 
@@ -242,6 +431,28 @@ class Provider(Protocol):
             IsolationError: if it would be isolated less than the minimum.
             SandboxIdInUse: if the id was given to another spec, or to one that has ended.
         """
+        ...
+
+    async def restore(
+        self, ref: SnapshotRef, *, id: str, labels: Mapping[str, str] | None = None, lease: Lease
+    ) -> Sandbox:
+        """Start a sandbox with the files of a snapshot, and wait until it answers.
+
+        What the snapshot holds counts to the limits of the sandbox, as it did for the one that wrote it.
+
+        Raises:
+            ImageError: if there is no such snapshot (any more).
+            SandboxUnsupported: if this backend keeps none.
+            SandboxError: as `create`.
+        """
+        ...
+
+    async def snapshots(self) -> tuple[SnapshotRef, ...]:
+        """Return those that are held, the oldest first."""
+        ...
+
+    async def delete_snapshots(self, ids: Sequence[str]) -> None:
+        """Let go of these; one that is not known counts as deleted. Sandboxes that were made of them live on."""
         ...
 
     async def attach(self, id: str) -> Sandbox:

@@ -261,10 +261,39 @@ class FileInfo(Record, frozen=True, kw_only=True):
     target: str = ""
 
 
+class SnapshotRef(Record, frozen=True, kw_only=True):
+    """The files of a sandbox at one moment. They stay until the snapshot is deleted, whatever becomes of the sandbox.
+
+    Attributes:
+        snapshot_id: as chosen by whoever asked for it.
+        backend: which backend holds it.
+        spec: what the sandbox was made of; what is restored from this is the same.
+        disk_bytes: what the sandbox had written.
+        inodes: files and directories among that.
+        depth: layers that it consists of.
+        durable: whether it outlives the process that holds it; else it ends with its provider.
+        created_wall_s: when, in seconds since the epoch.
+    """
+
+    snapshot_id: str
+    backend: str
+    spec: SandboxSpec
+    disk_bytes: int = 0
+    inodes: int = 0
+    depth: int = 1
+    durable: bool = False
+    created_wall_s: float = 0.0
+
+
 class Capabilities(Record, frozen=True, kw_only=True):
-    """What a backend can do; `limits` names the fields of `Limits` that it holds to."""
+    """What a backend can do; `limits` names the fields of `Limits` that it holds to.
+
+    `files_snapshot` keeps files, `full_snapshot` processes too; `fork` makes sandboxes with the files of one that lives
+    on, `live_fork` with its processes.
+    """
 
     files_snapshot: bool = False
+    fork: bool = False
     full_snapshot: bool = False
     live_fork: bool = False
     pause: bool = False
@@ -273,6 +302,7 @@ class Capabilities(Record, frozen=True, kw_only=True):
     idempotent_create: bool = False
     batch_status: bool = False
     sessions: bool = False
+    terminals: bool = False
     egress_policy: bool = False
     fast_python: bool = False
     users: bool = False
