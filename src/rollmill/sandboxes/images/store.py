@@ -1,0 +1,500 @@
+"""The image store of one node: images by name, unpacked once, shared by all sandboxes, kept while somebody holds them.
+
+Several processes may use a store at once. Books are kept in files, and changed under a lock: shared to add, alone to
+remove. So whoever adds a name or a claim knows that what it names stays.
+
+    what it waits for                       who wakes it, and until when
+    the lock of the books                   whoever holds it, `BOOKS_S`
+    another preparation of the same layer   that process, `settings.lock_s`
+
+Everything here blocks; `rollmill.sandboxes.images.prepare` has the asynchronous front.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+
+from rollmill.errors import ImageError, SandboxError
+from rollmill.sandboxes.disk_records import ProcessMark, mark_of
+from rollmill.sandboxes.images import erofs
+from rollmill.sandboxes.images.canonical import seal_of
+from rollmill.sandboxes.images.collection import ImageStock, Inventory, Removal, choose
+from rollmill.sandboxes.images.holds import Hold, Holds
+from rollmill.sandboxes.images.layers import BOOKS_S, LayerSource, LayerStore
+from rollmill.sandboxes.images.layout import Layout
+from rollmill.sandboxes.images.locks import locked
+from rollmill.sandboxes.images.records import (
+    HoldRecord,
+    ImageConfig,
+    Layer,
+    Manifest,
+    NameRecord,
+    StoredImage,
+    check_name,
+    is_digest,
+    notes_of,
+)
+from rollmill.sandboxes.images.refusals import Refusal, refused
+from rollmill.sandboxes.images.settings import ImageStoreSettings
+from rollmill.sandboxes.images.tree_files import write_whole
+from rollmill.sandboxes.images.work import Work
+from rollmill.sandboxes.records import Record
+
+_SHOWN_NAMES = 12
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+class CollectReport(Record, frozen=True, kw_only=True):
+    """What a collection removed.
+
+    Attributes:
+        images: digests that are gone.
+        layers: layers that are gone.
+        files: entries that were removed from the disk.
+        shared_files: files of the pool that no layer held any more.
+        left_bytes: what stays.
+        over_bytes: how far that is above the budget, because the rest is held.
+    """
+
+    images: tuple[str, ...] = ()
+    layers: tuple[str, ...] = ()
+    files: int = 0
+    shared_files: int = 0
+    left_bytes: int = 0
+    over_bytes: int = 0
+
+
+class HeldImage:
+    """An image that stays until it is released, with the directories of its layers.
+
+    Attributes:
+        digest: of its manifest.
+        config: what it says of its programs.
+        layers: directories, the uppermost first, for an overlay.
+    """
+
+    def __init__(
+        self,
+        hold: Hold,
+        *,
+        digest: str,
+        config: ImageConfig,
+        layers: tuple[Path, ...],
+        on_release: Callable[[], None] | None = None,
+    ) -> None:
+        self._hold = hold
+        self._on_release = on_release
+        self.digest = digest
+        self.config = config
+        self.layers = layers
+
+    def renew(self, until_wall_s: float) -> None:
+        """Hold it until another time, whether or not this process lives."""
+        self._hold.renew(until_wall_s)
+
+    def release(self) -> None:
+        """Let it go; to be called once or more."""
+        self._hold.release()
+        if self._on_release is not None:
+            self._on_release()
+
+
+class ImageStore:
+    """Opens a store, and repairs what killed processes left.
+
+    Args:
+        settings: where and how.
+    """
+
+    def __init__(self, settings: ImageStoreSettings | None = None) -> None:
+        self.settings = ImageStoreSettings() if settings is None else settings
+        self._owner = _own_mark()
+        self.layout = Layout(self.settings.place(), owner=self._owner)
+        self._layers = LayerStore(self.layout, self.settings)
+        self._holds = Holds(self.layout.part("holds"))
+        self.repaired = self.layout.repair()
+        if any(self.layout.part("mounts").iterdir()):
+            self._unmount_idle()
+
+    # -- finding -----------------------------------------------------------------------------------------------------
+
+    def resolve(self, ref: str) -> tuple[str, Manifest]:
+        """Return the digest and manifest of an image.
+
+        Args:
+            ref: its name, or the digest of its manifest.
+
+        Raises:
+            ImageError: if there is none, or if it is damaged.
+        """
+        if is_digest(ref):
+            digest = ref
+        else:
+            named = self.layout.read_name(check_name(ref))
+            if named is None:
+                raise self._unknown(ref)
+            digest = named.digest
+        manifest = self.layout.read_manifest(digest)
+        if manifest is None and is_digest(ref):
+            raise self._unknown(ref)
+        if manifest is None:
+            what = f"the name {ref!r} stands for {digest}, whose manifest is missing"
+            raise refused(Refusal.DAMAGED, f"{what}. Prepare the image again.")
+        return digest, manifest
+
+    def _unknown(self, ref: str) -> ImageError:
+        names = [one.name for one in self.layout.all_names()]
+        more = f" and {len(names) - _SHOWN_NAMES} more" if len(names) > _SHOWN_NAMES else ""
+        known = f"it has {', '.join(names[:_SHOWN_NAMES])}{more}" if names else "it is empty"
+        return refused(
+            Refusal.UNKNOWN,
+            f"the image {ref!r} is not in the store {self.layout.directory}: {known}. Prepare it first: "
+            "`rollmill sandbox prepare SOURCE --name NAME`.",
+        )
+
+    def _read_layers(self, ref: str, manifest: Manifest) -> tuple[Layer, ...]:
+        found = [self.layout.read_layer(one) for one in manifest.layers]
+        missing = [one for one, layer in zip(manifest.layers, found, strict=True) if layer is None]
+        if missing:
+            what = f"{len(missing)} of {len(found)} layers of the image {ref!r} are missing or damaged: {missing[0]}"
+            raise refused(Refusal.DAMAGED, f"{what}. Prepare the image again.")
+        return tuple(layer for layer in found if layer is not None)
+
+    def show(self, ref: str) -> StoredImage:
+        """Return one image as it is shown.
+
+        Raises:
+            ImageError: if there is none, or if it is damaged.
+        """
+        digest, manifest = self.resolve(ref)
+        return self._shown(digest, manifest, self._read_layers(ref, manifest), self._claims())
+
+    def images(self) -> tuple[StoredImage, ...]:
+        """Return all images that are whole, the last used first."""
+        claims = self._claims()
+        found: list[StoredImage] = []
+        for digest in self.layout.all_digests():
+            try:
+                manifest = self.layout.read_manifest(digest)
+                if manifest is not None:
+                    found.append(self._shown(digest, manifest, self._read_layers(digest, manifest), claims))
+            except ImageError as error:
+                found.append(StoredImage(digest=digest, names=self._names_of(digest), notes=(f"DAMAGED: {error}",)))
+        return tuple(sorted(found, key=lambda one: (-one.used_wall_s, one.digest)))
+
+    def _names_of(self, digest: str) -> tuple[str, ...]:
+        return tuple(one.name for one in self.layout.all_names() if one.digest == digest)
+
+    def _claims(self) -> tuple[HoldRecord, ...]:
+        with self._adding():
+            return self._standing()
+
+    def _standing(self) -> tuple[HoldRecord, ...]:
+        try:
+            return self._holds.standing(now_wall_s=time.time())
+        except msgspec.MsgspecError as error:
+            what = f"a claim in {self.layout.part('holds')} cannot be read ({error}), so nothing is removed"
+            raise refused(Refusal.DAMAGED, f"{what}. Look what it is, and delete the file.") from error
+
+    def _shown(
+        self, digest: str, manifest: Manifest, layers: tuple[Layer, ...], claims: tuple[HoldRecord, ...]
+    ) -> StoredImage:
+        return StoredImage(
+            digest=digest,
+            names=self._names_of(digest),
+            layers=len(layers),
+            disk_bytes=sum(one.disk_bytes for one in layers),
+            inodes=sum(one.facts.inodes for one in layers),
+            used_wall_s=self._used_wall_s(digest),
+            held_by=tuple(sorted({one.what for one in claims if digest in one.images})),
+            config=manifest.config,
+            notes=notes_of(layers),
+        )
+
+    def _used_wall_s(self, digest: str) -> float:
+        try:
+            return self.layout.manifest(digest).stat().st_mtime
+        except FileNotFoundError:
+            return 0.0
+
+    # -- making ------------------------------------------------------------------------------------------------------
+
+    def add_image(
+        self,
+        layers: Sequence[LayerSource],
+        *,
+        name: str,
+        source: str,
+        work: Work,
+        base: str | None = None,
+        config: ImageConfig | None = None,
+    ) -> StoredImage:
+        """Make an image of layers, and give it a name; layers that are there already are taken as they are.
+
+        Args:
+            layers: the lowest first.
+            name: replaces what had this name.
+            source: what it is made from, in words.
+            work: bounds.
+            base: an image that lies below, by name or digest.
+            config: what it says of its programs; the base's unless given.
+
+        Raises:
+            ImageError: if something of it is refused.
+            DeadlineExceeded: if it took too long; finished layers stay.
+            SandboxError: if the disk is full, or the work was cancelled.
+        """
+        check_name(name)
+        with self._explained(f"prepare {name!r}"):
+            hold = self._hold_for_work(f"preparation of {name}")
+            try:
+                below, told = self._base(base, hold)
+                self._check_count(len(below) + len(layers), work, name)
+                done = list(below)
+                for source_of_layer in layers:
+                    done.append(self._layers.add(source_of_layer, below=done[::-1], work=work, hold=hold))
+                manifest = Manifest(layers=tuple(one.id for one in done), config=config or told)
+                work.enter("write the manifest")
+                self._name(name, manifest, source=source)
+                work.enter("done")
+                shown = self.show(name)
+            finally:
+                hold.release()
+        if self.settings.budget_bytes is not None:
+            with self.hold(shown.digest, what=f"preparation of {name}"):
+                self.collect(budget_bytes=self.settings.budget_bytes)
+        return shown
+
+    def _hold_for_work(self, what: str) -> Hold:
+        with self._adding():
+            return self._holds.take(what, owner=self._owner)
+
+    def _base(self, base: str | None, hold: Hold) -> tuple[tuple[Layer, ...], ImageConfig]:
+        if base is None:
+            return (), ImageConfig()
+        with self._adding():
+            _, manifest = self.resolve(base)
+            layers = self._read_layers(base, manifest)
+            for layer in layers:
+                hold.add_layer(layer.id)
+        return layers, manifest.config
+
+    def _check_count(self, count: int, work: Work, name: str) -> None:
+        if count == 0:
+            raise refused(Refusal.MALFORMED, f"the image {name!r} would have no layer at all")
+        if count > work.limits.layers:
+            what = f"the image {name!r} has {count} layers, most is {work.limits.layers} (limits.layers)"
+            raise refused(Refusal.TOO_MANY, f"{what}; flatten it, as by exporting a container of it")
+
+    def _name(self, name: str, manifest: Manifest, *, source: str) -> None:
+        digest = manifest.digest()
+        durable = self.settings.durable
+        with self._adding():
+            path = self.layout.manifest(digest)
+            if path.exists():
+                os.utime(path)
+            else:
+                write_whole(path, manifest.encoded(), durable=durable)
+            record = NameRecord(name=name, digest=digest, source=source, prepared_wall_s=time.time())
+            write_whole(self.layout.name(name), msgspec.json.encode(record), durable=durable)
+
+    # -- holding -----------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def hold(self, ref: str, *, what: str) -> Iterator[HeldImage]:
+        """Hold an image in a `with` block."""
+        held = self.take(ref, what=what)
+        try:
+            yield held
+        finally:
+            held.release()
+
+    def take(
+        self, ref: str, *, what: str, until_wall_s: float | None = None, owner: ProcessMark | None = None
+    ) -> HeldImage:
+        """Hold an image until it is released, and have its layers ready.
+
+        Args:
+            ref: name or digest.
+            what: who holds it and what for, in words.
+            until_wall_s: when the claim ends by itself; `None`: with its process.
+            owner: whose claim it is; this process unless given, nobody's if only `until_wall_s` is.
+
+        Raises:
+            ImageError: if there is none, or if it is damaged.
+        """
+        if owner is None and until_wall_s is None:
+            owner = self._owner
+        with self._explained(f"use {ref!r}"):
+            with self._adding():
+                digest, manifest = self.resolve(ref)
+                layers = self._read_layers(ref, manifest)
+                hold = self._holds.take(what, images=[digest], owner=owner, until_wall_s=until_wall_s)
+            try:
+                os.utime(self.layout.manifest(digest))
+                paths = tuple(self._layers.tree(one) for one in reversed(layers))
+            except BaseException:
+                hold.release()
+                raise
+        mounted = any(one.form == "erofs" for one in layers)
+        return HeldImage(
+            hold,
+            digest=digest,
+            config=manifest.config,
+            layers=paths,
+            on_release=self._unmount_idle if mounted else None,
+        )
+
+    # -- removing ----------------------------------------------------------------------------------------------------
+
+    def collect(
+        self, *, budget_bytes: int | None = None, grace_s: float = 3600.0, remove: Iterable[str] = ()
+    ) -> CollectReport:
+        """Remove what nobody needs, and by need what was not used for longest; never what is held.
+
+        Args:
+            budget_bytes: what the layers may take; `None`: only what no image has goes.
+            grace_s: how long an image without a name is kept after its last use.
+            remove: digests that should go, if nobody holds them.
+        """
+        with locked(self.layout.books, what="the books of the image store", limit_s=BOOKS_S):
+            inventory = self._inventory()
+            removal = choose(
+                inventory, now_wall_s=time.time(), budget_bytes=budget_bytes, grace_s=grace_s, remove=remove
+            )
+            self._take_out(removal)
+            self._unmount(inventory)
+        return CollectReport(
+            images=removal.images,
+            layers=removal.layers,
+            files=self.layout.empty_trash(),
+            shared_files=self._layers.drop_unused_objects(),
+            left_bytes=removal.left_bytes,
+            over_bytes=removal.over_bytes,
+        )
+
+    def _inventory(self) -> Inventory:
+        """Return what is there; layers and manifests that cannot be read are nobody's."""
+        claims = self._standing()
+        names = self.layout.all_names()
+        images: dict[str, ImageStock] = {}
+        for digest in self.layout.all_digests():
+            layers = self._layers_if_whole(digest)
+            named = any(one.digest == digest for one in names)
+            images[digest] = ImageStock(layers=layers, used_wall_s=self._used_wall_s(digest), named=named)
+        sizes = {one: self.layout.read_layer(one) for one in self.layout.all_layers()}
+        return Inventory(
+            images=images,
+            layers={one: 0 if layer is None else layer.disk_bytes for one, layer in sizes.items()},
+            held_images=frozenset(digest for one in claims for digest in one.images),
+            held_layers=frozenset(layer for one in claims for layer in one.layers),
+        )
+
+    def _layers_if_whole(self, digest: str) -> tuple[str, ...]:
+        try:
+            manifest = self.layout.read_manifest(digest)
+        except ImageError:
+            return ()
+        return () if manifest is None else manifest.layers
+
+    def _take_out(self, removal: Removal) -> None:
+        """Remove names, then manifests, then layers: at no moment does a name lead to something that is not there."""
+        for named in self.layout.all_names():
+            if named.digest in removal.images or not self.layout.manifest(named.digest).exists():
+                self.layout.name(named.name).unlink(missing_ok=True)
+        for digest in removal.images:
+            self.layout.manifest(digest).unlink(missing_ok=True)
+        for layer_id in removal.layers:
+            if self.layout.mount(layer_id).exists():
+                erofs.unmount(self.layout.mount(layer_id))
+            self.layout.discard(self.layout.layer(layer_id))
+
+    def _unmount_idle(self) -> None:
+        """Unmount what nobody holds, also what killed processes left mounted."""
+        with locked(self.layout.books, what="the books of the image store", limit_s=BOOKS_S):
+            self._unmount(self._inventory())
+
+    def _unmount(self, inventory: Inventory) -> None:
+        in_use = set(inventory.held_layers)
+        for digest in inventory.held_images & inventory.images.keys():
+            in_use.update(inventory.images[digest].layers)
+        for path in self.layout.part("mounts").iterdir():
+            if f"sha256:{path.name}" not in in_use:
+                erofs.unmount(path)
+
+    def remove(self, ref: str) -> CollectReport:
+        """Remove an image with all its names, or by name only that name where it has others.
+
+        Raises:
+            ImageError: if there is none, or if somebody holds it.
+        """
+        digest = self._digest_to_remove(ref)
+        if not is_digest(ref) and len(self._names_of(digest)) > 1:
+            with self._adding():
+                self.layout.name(ref).unlink(missing_ok=True)
+            return self.collect()
+        report = self.collect(remove=[digest])
+        if self.layout.manifest(digest).exists():
+            holders = sorted({one.what for one in self._claims() if digest in one.images})
+            what = f"the image {ref!r} is held by {', '.join(holders) or 'somebody who has just let it go'}"
+            raise refused(Refusal.IN_USE, f"{what}; nothing was removed. End what uses it, and try again.")
+        return report
+
+    def _digest_to_remove(self, ref: str) -> str:
+        """Return the digest of an image, damaged or not."""
+        try:
+            return self.resolve(ref)[0]
+        except ImageError as error:
+            if error.reason != Refusal.DAMAGED.value:
+                raise
+        named = None if is_digest(ref) else self.layout.read_name(ref)
+        return ref if named is None else named.digest
+
+    def verify(self, ref: str) -> tuple[str, ...]:
+        """Read a whole image again, and return what of it is damaged, in words; nothing if it is as it was unpacked."""
+        problems: list[str] = []
+        with self.hold(ref, what="a look for damage") as held:
+            _, manifest = self.resolve(held.digest)
+            for layer, path in zip(reversed(self._read_layers(ref, manifest)), held.layers, strict=True):
+                if seal_of(path, owners=layer.owners) != layer.seal:
+                    problems.append(
+                        f"layer {layer.id} is not as it was unpacked; remove the image and prepare it again"
+                    )
+        return tuple(problems)
+
+    # -- helpers -----------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _adding(self) -> Iterator[None]:
+        with self._layers.books_open():
+            yield
+
+    @contextmanager
+    def _explained(self, what: str) -> Iterator[None]:
+        """Say what a failing disk means."""
+        try:
+            yield
+        except OSError as error:
+            free = shutil.disk_usage(self.layout.directory).free
+            where = f" at {error.filename!r}" if error.filename else ""
+            if error.errno in _FULL:
+                advice = "Make room: `rollmill sandbox images --budget-gib N` removes what was not used for longest"
+                message = f"no room in {self.layout.directory} to {what}: {free} bytes are free{where}. {advice}."
+            else:
+                message = f"cannot {what}: {error.strerror or error}{where}; {free} bytes are free in the store."
+            raise SandboxError(message) from error
+
+
+def _own_mark() -> ProcessMark:
+    mark = mark_of(os.getpid())
+    if mark is None:
+        raise SandboxError("/proc does not show this process; an image store needs a mounted /proc")
+    return mark
