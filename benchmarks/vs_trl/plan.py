@@ -111,7 +111,7 @@ class Item:
 
 def steps_cap(side: str, setting: Setting, *, zero_advantage: str = "replace") -> int:
     """Return the last optimizer step of a run; a run that has not reached the target by then is censored there."""
-    slowest = {"trl": 80, "shaped": 20, "replace": 20, "shrink": 30}["trl" if side == "trl" else zero_advantage]
+    slowest = {"trl": 80, "shaped": 12, "replace": 20, "shrink": 30}["trl" if side == "trl" else zero_advantage]
     return slowest if setting.learning_rate <= EQUAL.learning_rate else slowest * 3 // 4
 
 
