@@ -32,7 +32,8 @@ Two branches. The user can fix a `UserError`; a `Fault` is something that failed
         |   |-- SandboxFileError       a path inside is missing, refused or not a file
         |   |-- SandboxBusy            programs run, or another call has it; it must be still for this
         |   |-- SandboxExhausted       the sandbox is out of processes, memory, space or descriptors
-        |   `-- SandboxIdInUse         another sandbox has this id
+        |   |-- SandboxIdInUse         another sandbox has this id
+        |   `-- SandboxLeaseLost       another owner has the rollout's sandbox now, or its lease ended
         |-- ScoringFault               the scorer raised, hung or died; never a reward
         |-- LengthMismatch             parallel arrays of a record disagree
         |-- StoreError                 the sample store refused or lost something
@@ -297,6 +298,20 @@ class SandboxIdInUse(SandboxError):
     """Another sandbox has this id; an id names one sandbox for good."""
 
     code = "sandbox_id_in_use"
+
+
+class SandboxLeaseLost(SandboxError):
+    """Another owner has this rollout's sandbox now, or its lease ended; the older owner must stop using it.
+
+    Attributes:
+        generation: the newest that is known, 0 if the rollout has no sandbox.
+    """
+
+    code = "sandbox_lease_lost"
+
+    def __init__(self, message: str, *, generation: int) -> None:
+        super().__init__(message)
+        self.generation = generation
 
 
 class ScoringFault(Fault):

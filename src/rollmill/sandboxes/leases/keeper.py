@@ -1,0 +1,385 @@
+"""Keeps rollouts' sandboxes by their leases: the row first, then the provider, then the row again.
+
+| wait | ends after |
+|---|---|
+| for the provider to make, suspend, resume or end a sandbox | `call_s` |
+| for the table | its `busy_s` |
+
+Whatever is killed in between, a sweep makes table and provider agree. No lock is held across a call to the provider.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import TypeVar
+
+import msgspec
+
+from rollmill.clock import Clock, SystemClock
+from rollmill.errors import (
+    ConfigError,
+    CreateUnknown,
+    DeadlineExceeded,
+    RollmillError,
+    SandboxError,
+)
+from rollmill.sandboxes.leases import law
+from rollmill.sandboxes.leases.law import Claim, Phase, Row, Step
+from rollmill.sandboxes.leases.table import LeaseTable
+from rollmill.sandboxes.protocol import Provider, Sandbox
+from rollmill.sandboxes.records import DeathReason, Lease, Record, SandboxSpec, SandboxStatus
+
+T = TypeVar("T")
+
+
+class KeeperSettings(Record, frozen=True, kw_only=True):
+    """How leases are kept.
+
+    Attributes:
+        name: of this table among the users of a provider; a label on its sandboxes. Two tables with one name would kill
+            each other's sandboxes as orphans.
+        provider: name of the provider in the rows.
+        ttl_s: of a lease, from its start and from each renewal.
+        suspended_ttl_s: of a suspended rollout.
+        slack_s: the provider's own lease ends so much later: for the case that no keeper is left.
+        call_s: longest that a provider may take for one call.
+        grace_s: a creation may take so long before a sweep takes it for given up; above every `call_s` in use.
+    """
+
+    name: str
+    provider: str
+    ttl_s: float = 600.0
+    suspended_ttl_s: float = 3600.0
+    slack_s: float = 60.0
+    call_s: float = 120.0
+    grace_s: float = 180.0
+
+    def __post_init__(self) -> None:
+        for field in ("ttl_s", "suspended_ttl_s", "slack_s", "call_s"):
+            if not getattr(self, field) > 0:
+                raise ConfigError(f"{field} of leases is {getattr(self, field)}; it must be above 0")
+        if self.grace_s < self.call_s:
+            raise ConfigError(
+                f"grace_s of leases is {self.grace_s:g} and call_s {self.call_s:g}: creations that go on would be "
+                "taken for given up; raise grace_s"
+            )
+
+
+class Held(Record, frozen=True, kw_only=True):
+    """A sandbox and the right to it."""
+
+    claim: Claim
+    sandbox: Sandbox
+
+
+class SweepReport(Record, frozen=True, kw_only=True):
+    """What a sweep did, by id and with the reason.
+
+    Attributes:
+        adopted: made for an owner that is gone; the rollout may be resumed.
+        dropped: rows of which the provider has nothing.
+        killed: ended, orphans among them.
+        failed: would not end; tried again later.
+    """
+
+    adopted: tuple[Step, ...] = ()
+    dropped: tuple[Step, ...] = ()
+    killed: tuple[Step, ...] = ()
+    failed: tuple[Step, ...] = ()
+
+
+class Keeper:
+    """Keeps the leases of one table on one provider.
+
+    Args:
+        table: the rows.
+        provider: makes the sandboxes.
+        settings: how.
+        owner: who this is, such as a run and its process.
+        clock: of the table's times.
+        in_thread: whether changes of the table run beside the loop, as they wait for the disk.
+    """
+
+    def __init__(
+        self,
+        table: LeaseTable,
+        provider: Provider,
+        *,
+        settings: KeeperSettings,
+        owner: str,
+        clock: Clock | None = None,
+        in_thread: bool = True,
+    ) -> None:
+        self._table, self._provider, self._settings, self._owner = table, provider, settings, owner
+        self._clock = SystemClock() if clock is None else clock
+        self._in_thread = in_thread
+        self._busy: set[str] = set()
+
+    # -- a rollout's sandbox -----------------------------------------------------------------------------------------
+
+    async def start(self, rollout_id: str, spec: SandboxSpec, *, policy_version: int) -> Held:
+        """Make a sandbox for a rollout; one that it has is ended.
+
+        Raises:
+            SandboxError: what the provider raised; the row says so if something may be left.
+
+        Cancellation:
+            the row stays, and a sweep adopts or removes what was made.
+        """
+        row = await self._books(lambda: self._new_row(rollout_id, policy_version=policy_version))
+        with self._at_work(row.sandbox_id):
+            labels = {
+                law.KEEPER_LABEL: self._settings.name,
+                law.ROLLOUT_LABEL: rollout_id,
+                law.GENERATION_LABEL: str(row.generation),
+            }
+            try:
+                async with self._in_time("creation", row.sandbox_id):
+                    sandbox = await self._provider.create(
+                        spec, id=row.sandbox_id, labels=labels, lease=self._lease(row)
+                    )
+            except (CreateUnknown, DeadlineExceeded) as error:
+                note = str(error)
+                await self._edit(row, lambda one: law.ending(one, now_s=self._now_s(), note=note))
+                raise
+            except RollmillError:
+                await self._edit(row, lambda _: None)  # of a creation that failed nothing is left
+                raise
+            return await self._running(row, sandbox)
+
+    def _new_row(self, rollout_id: str, *, policy_version: int) -> Row:
+        now_s = self._now_s()
+        with self._table.change():
+            if (old := self._table.current(rollout_id)) is not None:
+                self._table.put(law.ending(old, now_s=now_s, note="the rollout was started again"))
+            generation = self._table.next_generation(rollout_id)
+            row = Row(
+                sandbox_id=law.sandbox_id_of(rollout_id, generation=generation, salt=self._table.salt),
+                rollout_id=rollout_id,
+                generation=generation,
+                provider=self._settings.provider,
+                owner=self._owner,
+                phase=Phase.CREATING,
+                expires_s=now_s + self._settings.ttl_s,
+                policy_version=policy_version,
+                asked_s=now_s,
+            )
+            self._table.put(row)
+        return row
+
+    async def _running(self, row: Row, sandbox: Sandbox) -> Held:
+        """Note that a sandbox runs for its owner, unless another one came in between."""
+
+        def note() -> Row:
+            with self._table.change():
+                now = law.check_claim(law.claim_of(row), self._table.current(row.rollout_id), now_s=self._now_s())
+                after = msgspec.structs.replace(now, phase=Phase.RUNNING)
+                self._table.put(after)
+            return after
+
+        return Held(claim=law.claim_of(await self._books(note)), sandbox=sandbox)
+
+    async def use(self, claim: Claim) -> Sandbox:
+        """Return the sandbox of an owner whose claim holds.
+
+        Raises:
+            SandboxLeaseLost: if it does not.
+            SandboxDead: if the sandbox has ended.
+        """
+        await self._books(lambda: self._checked(claim))
+        return await self._provider.attach(claim.sandbox_id)
+
+    def _checked(self, claim: Claim) -> Row:
+        return law.check_claim(claim, self._table.current(claim.rollout_id), now_s=self._now_s())
+
+    async def renew(self, claim: Claim) -> None:
+        """Renew an owner's lease.
+
+        Raises:
+            SandboxLeaseLost: if the claim holds no more.
+        """
+        row = await self._replaced(claim, expires_s=self._now_s() + self._settings.ttl_s)
+        async with self._in_time("renewal", row.sandbox_id):
+            await (await self._provider.attach(row.sandbox_id)).renew(self._lease(row))
+
+    async def suspend(self, claim: Claim) -> None:
+        """Pause a rollout's sandbox; whoever resumes it gets the next generation.
+
+        Raises:
+            SandboxLeaseLost: if the claim holds no more.
+            SandboxUnsupported: if the provider cannot pause; the sandbox runs on.
+        """
+        await self._books(lambda: self._checked(claim))
+        with self._at_work(claim.sandbox_id):
+            async with self._in_time("pause", claim.sandbox_id):
+                sandbox = await self._provider.attach(claim.sandbox_id)
+                await sandbox.pause()
+            expires_s = self._now_s() + self._settings.suspended_ttl_s
+            row = await self._replaced(claim, phase=Phase.SUSPENDED, expires_s=expires_s)
+            async with self._in_time("renewal", claim.sandbox_id):
+                await sandbox.renew(self._lease(row))
+
+    async def resume(self, rollout_id: str, *, take_over: bool = False) -> Held:
+        """Take a rollout's sandbox on: from now on its former owner is refused.
+
+        Args:
+            rollout_id: which.
+            take_over: also from an owner that runs it.
+
+        Raises:
+            SandboxLeaseLost: if there is none, or it is another's.
+            SandboxDead: if the sandbox has ended; the row is dropped by the next sweep.
+        """
+        row = await self._books(lambda: self._taken(rollout_id, take_over=take_over))
+        with self._at_work(row.sandbox_id):
+            async with self._in_time("resume", row.sandbox_id):
+                sandbox = await self._provider.attach(row.sandbox_id)
+                await sandbox.renew(self._lease(row))
+                await sandbox.resume()
+            return await self._running(row, sandbox)
+
+    def _taken(self, rollout_id: str, *, take_over: bool) -> Row:
+        now_s = self._now_s()
+        with self._table.change():
+            row = self._table.current(rollout_id)
+            row = law.check_resume(rollout_id, row, owner=self._owner, now_s=now_s, take_over=take_over)
+            after = msgspec.structs.replace(
+                row,
+                generation=self._table.next_generation(rollout_id),
+                owner=self._owner,
+                expires_s=now_s + self._settings.ttl_s,
+            )
+            self._table.put(after)
+        return after
+
+    async def release(self, claim: Claim) -> None:
+        """End a rollout's sandbox. If it will not end, the row stays and sweeps try again.
+
+        Raises:
+            SandboxLeaseLost: if the claim holds no more.
+        """
+
+        def note() -> Row:
+            with self._table.change():
+                row = law.ending(self._checked(claim), now_s=self._now_s(), note=law.RELEASED)
+                self._table.put(row)
+            return row
+
+        await self._kill(await self._books(note), reason=DeathReason.RELEASED)
+
+    # -- the sweep ---------------------------------------------------------------------------------------------------
+
+    async def sweep(self) -> SweepReport:
+        """Make table and provider agree: adopt what was made, kill what nobody owns, try failed kills again."""
+        labels = {law.KEEPER_LABEL: self._settings.name}
+        async with self._in_time("list", "of all"):
+            seen = {one.sandbox_id: one for one in await self._provider.list(labels=labels)}
+        busy = frozenset(self._busy)
+        rows = await self._books(lambda: self._table.rows(provider=self._settings.provider))
+        steps = law.sweep(rows, seen, now_s=self._now_s(), busy=busy, grace_s=self._settings.grace_s)
+        done = [(step, await self._carry_out(step, seen)) for step in steps if step.sandbox_id not in self._busy]
+        return SweepReport(
+            adopted=tuple(step for step, word in done if word == "adopted"),
+            dropped=tuple(step for step, word in done if word == "dropped"),
+            killed=tuple(step for step, word in done if word == "killed"),
+            failed=tuple(step for step, word in done if word == "failed"),
+        )
+
+    async def _carry_out(self, step: Step, seen: dict[str, SandboxStatus]) -> str:
+        row = await self._books(lambda: self._table.find(step.sandbox_id))
+        if step.do == "kill_orphan":
+            return await self._kill_orphan(step.sandbox_id)
+        if row is None:
+            return "dropped"  # by somebody else meanwhile
+        if step.do == "drop":
+            await self._edit(row, lambda one: None if one.phase is row.phase else one)
+            return "dropped"
+        if step.do == "adopt":
+            await self._edit(row, lambda one: _adopted(one) if one.phase is Phase.CREATING else one)
+            return "adopted"
+        if step.do == "end":
+            note, now_s = step.why, self._now_s()
+            after = await self._edit(row, lambda one: law.ending(one, now_s=now_s, note=note) if one == row else one)
+            if after is None or after.phase is not Phase.ENDING:
+                return "renewed"
+            row = after
+        reason = DeathReason.RELEASED if row.note == law.RELEASED else DeathReason.LEASE_EXPIRED
+        return "killed" if await self._kill(row, reason=reason) else "failed"
+
+    async def _kill_orphan(self, sandbox_id: str) -> str:
+        try:
+            async with self._in_time("kill", sandbox_id):
+                await self._provider.kill([sandbox_id], reason=DeathReason.LEASE_EXPIRED)
+        except (SandboxError, DeadlineExceeded):
+            return "failed"  # it has no row, and the next sweep sees it again
+        return "killed"
+
+    async def _kill(self, row: Row, *, reason: DeathReason) -> bool:
+        """Kill the sandbox of a row that is ending; return whether nothing is left of it."""
+        with self._at_work(row.sandbox_id):
+            try:
+                async with self._in_time("kill", row.sandbox_id):
+                    await self._provider.kill([row.sandbox_id], reason=reason)
+            except (SandboxError, DeadlineExceeded) as error:
+                note, now_s = str(error), self._now_s()
+                await self._edit(row, lambda one: law.kill_failed(one, now_s=now_s, note=note))
+                return False
+            await self._edit(row, lambda _: None)
+            return True
+
+    # -- means -------------------------------------------------------------------------------------------------------
+
+    def _now_s(self) -> float:
+        return self._clock.wall_s()
+
+    def _lease(self, row: Row) -> Lease:
+        return Lease(
+            owner=self._owner,
+            ttl_s=max(1.0, row.expires_s - self._now_s()) + self._settings.slack_s,
+            rollout_id=row.rollout_id,
+            generation=row.generation,
+            policy_version=row.policy_version,
+        )
+
+    async def _books(self, change: Callable[[], T]) -> T:
+        return await asyncio.to_thread(change) if self._in_thread else change()
+
+    async def _edit(self, row: Row, change: Callable[[Row], Row | None]) -> Row | None:
+        return await self._books(lambda: self._table.edit(row.sandbox_id, change))
+
+    async def _replaced(self, claim: Claim, **changes: object) -> Row:
+        def change() -> Row:
+            with self._table.change():
+                row = msgspec.structs.replace(self._checked(claim), **changes)
+                self._table.put(row)
+            return row
+
+        return await self._books(change)
+
+    @contextlib.contextmanager
+    def _at_work(self, sandbox_id: str) -> Iterator[None]:
+        """Keep sweeps of this process away from a sandbox that a call works on."""
+        self._busy.add(sandbox_id)
+        try:
+            yield
+        finally:
+            self._busy.discard(sandbox_id)
+
+    @contextlib.asynccontextmanager
+    async def _in_time(self, what: str, sandbox_id: str) -> AsyncIterator[None]:
+        limit_s = self._settings.call_s
+        try:
+            async with asyncio.timeout(limit_s):
+                yield
+        except TimeoutError:
+            raise DeadlineExceeded(
+                f"the provider did not finish the {what} of sandbox {sandbox_id} within {limit_s:g} s (call_s); it is "
+                "overloaded or cut off. The table keeps what it may have left, and a sweep cleans up"
+            ) from None
+
+
+def _adopted(row: Row) -> Row:
+    """Return a row without an owner, which whoever resumes the rollout gets."""
+    return msgspec.structs.replace(row, phase=Phase.RUNNING, owner="")
