@@ -80,9 +80,11 @@ def _config_file(config_path: str | None, resume_directory: str | None) -> Path:
 
 
 def _plan(loaded: LoadedConfig) -> Plan:
+    draft = loaded.config.generator.draft_model
     return plan(
         loaded.config,
         facts=_model_facts(loaded.config.model.source),
+        draft_facts=None if draft is None else _model_facts(draft),
         cores=len(os.sched_getaffinity(0)),
         memory_bytes=psutil.virtual_memory().available,
         shm_bytes=shutil.disk_usage("/dev/shm").free if Path("/dev/shm").is_dir() else 0,

@@ -357,6 +357,11 @@ def _no_effect(config: RollmillConfig) -> Iterator[str]:
             f'algorithm.correction is "none" and schedule.max_staleness is {schedule.max_staleness}: the clip alone '
             'bounds the effect of old samples. "clipped_is" corrects them.'
         )
+    if config.run.deterministic and config.generator.speculation != "off":
+        yield (
+            f'generator.speculation "{config.generator.speculation}" has no effect in deterministic mode: whether '
+            "guessing pays depends on the clock, and what a wave computes must not."
+        )
     if algorithm.reward_shuffle:
         yield "algorithm.reward_shuffle is true: a control run; accuracy is not expected to rise."
 

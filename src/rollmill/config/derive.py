@@ -43,6 +43,7 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
         vocabulary_size: rows of the output head.
         max_positions: longest sequence that the model was made for.
         tied: head and embedding are one tensor; where that is unknown, assumed, because it takes more memory.
+        draft: the model that guesses for it, if one does.
     """
 
     parameters: int
@@ -53,6 +54,7 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     vocabulary_size: int
     max_positions: int
     tied: bool = True
+    draft: ModelFacts | None = None
 
     @classmethod
     def of(cls, facts: Any) -> ModelFacts:
@@ -65,6 +67,8 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
             return facts
         values: dict[str, int] = {}
         for name in cls.__struct_fields__:
+            if name == "draft":  # of another model
+                continue
             value = facts.get(name) if isinstance(facts, Mapping) else getattr(facts, name, None)
             if value is None and name == "tied":
                 value = True
@@ -74,8 +78,9 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
         return cls(**{**values, "tied": bool(values["tied"])})
 
     def kv_bytes_per_token(self, *, dtype_bytes: int) -> int:
-        """Return bytes of keys and values that one token keeps in all layers."""
-        return 2 * self.layers * self.kv_heads * self.head_dim * dtype_bytes
+        """Return bytes of keys and values that one token keeps in all layers, those of a draft included."""
+        of_draft = 0 if self.draft is None else self.draft.kv_bytes_per_token(dtype_bytes=dtype_bytes)
+        return 2 * self.layers * self.kv_heads * self.head_dim * dtype_bytes + of_draft
 
 
 class Memory(msgspec.Struct, frozen=True, kw_only=True):
@@ -311,6 +316,7 @@ def _beside_kv(config: RollmillConfig, *, model: ModelFacts, staged: bool) -> di
         "process": TORCH_PROCESS_BYTES,
         **weights,
         **({"spare_weights": sum(weights.values())} if staged else {}),
+        **({} if model.draft is None else {"draft_weights": sum(_served_weights(config, model=model.draft).values())}),
         # While a version is loaded: the matrices with their differences added.
         **({"merged_weights": model.parameters * BYTES_OF["float32"]} if config.trainer.lora_rank else {}),
         "logits": 2 * config.generator.max_num_seqs * model.vocabulary_size * BYTES_OF["float32"],

@@ -69,6 +69,7 @@ def plan(
     config: RollmillConfig,
     *,
     facts: Any = None,
+    draft_facts: Any = None,
     cores: int,
     memory_bytes: int | None = None,
     shm_bytes: int | None = None,
@@ -78,6 +79,7 @@ def plan(
     Args:
         config: the settings.
         facts: `ModelFacts`, or a mapping or object with its fields; `None` leaves bytes out.
+        draft_facts: the same of the model that guesses, if one does.
         cores: processor cores of the machine.
         memory_bytes: memory that is available; `None` if unknown.
         shm_bytes: room in shared memory; `None` if unknown.
@@ -94,6 +96,8 @@ def plan(
         ranks=1,
     )
     model = None if facts is None else ModelFacts.of(facts)
+    if model is not None and draft_facts is not None:
+        model = msgspec.structs.replace(model, draft=ModelFacts.of(draft_facts))
     derived = derive(config, facts=model)
     if model is not None:
         _refuse_long_context(config, model=model)
@@ -248,6 +252,7 @@ def _remedies(names: list[str]) -> str:
         "memory": 'set weights.transport to "file" or lower weights.keep_versions',
         "reference": "set algorithm.kl_coefficient to 0",
         "spare_weights": "set generator.stage_weights to false",
+        "draft_weights": "take a smaller generator.draft_model, or none",
     }
     found = [move for part, move in moves.items() if any(name.split()[-1] == part for name in names)]
     return f"Next: {'; or '.join([*found, 'take a smaller model'])}."

@@ -50,7 +50,9 @@ def load_draft(
             'generator.speculation is "draft" and generator.draft_model is not set: name a small model with the same '
             "tokens there"
         )
-    where = prepare(settings.draft_model).path
+    source = Path(settings.draft_model)
+    # A directory is taken as it is: what a policy needs beside weights and tokens, a chat template, a draft does not.
+    where = source.resolve() if source.is_dir() else prepare(settings.draft_model).path
     check_same_tokens(Path(path), where)
     try:
         model = ServedModel(

@@ -50,6 +50,12 @@ def test_temperature_zero_is_refused_in_training_and_allowed_in_evaluation():
             ["max_num_batched_tokens is 40", "max_num_seqs is 48", "max_num_batched_tokens 48", "max_num_seqs 40"],
         ),
         (["generator.quantization=int8", "generator.kernels=torch"], ['is "int8"', 'kernels "auto"', '"none"']),
+        (["generator.speculation=draft"], ["draft_model is not set", 'speculation "ngram"']),
+        (["generator.draft_model=small"], ["draft_model is 'small'", 'speculation is "off"', "leave generator.draft"]),
+        (
+            ["generator.engine=vllm", "generator.speculation=draft", "generator.draft_model=small"],
+            ["generator.speculation is 'draft'", "generator.draft_model is 'small'", "Engines that have it: embedded"],
+        ),
         (["schedule.reopen_groups=true"], ["member_oversampling is 0", "member_oversampling 1"]),
         (["schedule.data_epochs=0"], ["data_epochs is 0", "Nearest valid value: 1"]),
         (["schedule.rollout_deadline_s=400"], ["is 400 s", "group_deadline_s is 300 s", "at most 300", "at least 400"]),
@@ -116,6 +122,15 @@ def test_the_nearest_valid_values_pass(overrides):
         (["evaluation.temperature=0.7"], "evaluation.temperature is 0.7"),
         (["evaluation.at_start=false"], "cannot say what training changed"),
         (["algorithm.reward_shuffle=true"], "control run"),
+        (
+            [
+                "run.deterministic=true",
+                "generator.kernels=torch",
+                "schedule.max_staleness=0",
+                "generator.speculation=ngram",
+            ],
+            "no effect in deterministic mode",
+        ),
         (["schedule.member_oversampling=9"], "surplus"),
     ],
 )

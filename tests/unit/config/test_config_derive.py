@@ -121,6 +121,24 @@ def test_weights_made_ready_beside_those_that_serve_take_as_much_again():
     assert "spare_weights" not in generator_parts("generator.stage_weights=false")
 
 
+def test_a_draft_takes_its_weights_once_and_kv_beside_the_models():
+    draft = structs.replace(TINY, parameters=100_000, layers=1, hidden_size=32)
+    overrides = ["generator.dtype=float32", "generator.kernels=torch", "generator.speculation=draft"]
+    config = load_config(None, overrides=[*overrides, "generator.draft_model=small"]).config
+    derived = derive(config, facts=structs.replace(TINY, draft=draft))
+    parts = next(memory.parts for memory in derived.memory if memory.process == "generator-0")
+    assert parts["draft_weights"] == 400_000
+    assert parts["spare_weights"] == 4_000_000
+    # 48 sequences of 256 tokens, keys and values of 2 heads of 16 in 2 + 1 layers, 4 bytes
+    assert derived.kv_bytes_per_replica == parts["kv"] == 48 * 256 * 2 * 2 * 16 * 3 * 4
+    limited = load_config(
+        None, overrides=[*overrides, "generator.draft_model=small", "generator.memory_limit_bytes=500000000"]
+    ).config
+    for facts in (TINY, structs.replace(TINY, draft=draft)):
+        parts = next(m.parts for m in derive(limited, facts=facts).memory if m.process == "generator-0")
+        assert sum(parts.values()) == 500_000_000
+
+
 def test_an_evaluator_makes_nothing_ready_beside_what_it_serves():
     overrides = ("evaluation.replica=own", "evaluation.every_steps=5")
     assert generator_parts(*overrides, process="evaluator")["packed_head"] == 32_768
