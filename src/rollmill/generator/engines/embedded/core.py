@@ -250,6 +250,7 @@ class EngineCore:
         """
         if self.speculator is None or not self.running:
             return [Guess()] * len(self.running)
+        self._meter.switch("decode")  # passes of a draft model are part of it
         rows = len(self.running) + beside
         guesses = self.speculator.guess(self.running, rows=rows, most=self.max_num_batched_tokens - rows)
         return [
