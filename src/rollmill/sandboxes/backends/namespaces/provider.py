@@ -40,6 +40,7 @@ from rollmill.sandboxes.backends.namespaces.zygote_link import ZygoteLink
 from rollmill.sandboxes.disk_records import DiskRecord, DiskRecords, ProcessMark, check_id, mark_of
 from rollmill.sandboxes.guest import cgroups
 from rollmill.sandboxes.guest.cgroups import Groups
+from rollmill.sandboxes.images.uses import ImageUses
 from rollmill.sandboxes.isolation import WORDS, Protection, known, require
 from rollmill.sandboxes.lifecycle import dead_error, death, explain_end
 from rollmill.sandboxes.records import (
@@ -57,6 +58,7 @@ from rollmill.sandboxes.sweep import sweep
 from rollmill.sandboxes.tally import Observer
 
 BACKEND = "namespaces"
+_PREPARING = "prepare/"  # never a sandbox's id
 _REMEMBERED_ENDS = 1000
 _RETRY_AFTER_S = 1.0
 _NO_ROOM = (errno.EAGAIN, errno.ENOMEM, errno.ENOSPC, errno.EMFILE, errno.ENFILE)
@@ -80,6 +82,7 @@ class NamespaceProvider:
         self._settings = NamespaceSettings() if settings is None else settings
         self._observer = observer
         self.records = DiskRecords(self._settings.records_directory())
+        self._images = ImageUses(self._settings.images, what=f"sandboxes of process {os.getpid()}")
         self._hierarchies = cgroups.discover()
         self._alive: dict[str, NamespaceSandbox] = {}
         self._ends: OrderedDict[str, SandboxStatus] = OrderedDict()
@@ -120,8 +123,11 @@ class NamespaceProvider:
         )
 
     async def prepare(self, image: Image) -> None:
-        """Check that an image can be used; directories need nothing else."""
+        """Check that an image can be used; one of the store gets its layers ready."""
         _check_image(image)
+        if isinstance(image, NamedImage):
+            await self._images.acquire(image.name, user=_PREPARING)
+            self._images.release(_PREPARING)
 
     async def create(
         self, spec: SandboxSpec, *, id: str, labels: Mapping[str, str] | None = None, lease: Lease
@@ -134,9 +140,15 @@ class NamespaceProvider:
             raise SandboxIdInUse(f"sandbox {id} has ended; an id names one sandbox for good, so choose another")
         _check_spec(spec)
         zygote = await self._running_zygote()
+        if isinstance(spec.image, NamedImage) and id not in self._alive:
+            await self._images.acquire(spec.image.name, user=id)
         if id in self._alive:
             return await self._same(self._alive[id], spec)
-        sandbox = self._register(spec, sandbox_id=id, labels=labels or {}, lease=lease, helper=zygote.mark)
+        try:
+            sandbox = self._register(spec, sandbox_id=id, labels=labels or {}, lease=lease, helper=zygote.mark)
+        except BaseException:
+            self._images.release(id)
+            raise
         try:
             async with asyncio.timeout(self._settings.start_s):
                 return await self._start(sandbox, zygote)
@@ -212,6 +224,7 @@ class NamespaceProvider:
                 await self._zygote.quit(limit_s=self._settings.end_s)
             for sandbox in list(self._alive.values()):
                 self._forget(sandbox, reason=DeathReason.RELEASED, detail="its provider was closed")
+            self._images.close()
             if self._cleaning:
                 await asyncio.gather(*self._cleaning)
 
@@ -316,12 +329,11 @@ class NamespaceProvider:
 
     def _order(self, sandbox: NamespaceSandbox) -> dict[str, Any]:
         limits = sandbox.spec.limits
-        image = sandbox.spec.image
         id_base = self._settings.id_range(next(self._numbers))
         processes = limits.pids + 1  # its agent is one
         plan = {
             "name": "sandbox",
-            "lowers": list(image.layers) if isinstance(image, DirectoryImage) else [],
+            "lowers": self._lowers(sandbox),
             "layers": [],
             "lent": [],
             "expose": list(sandbox.spec.expose),
@@ -348,6 +360,13 @@ class NamespaceProvider:
             "record": os.fspath(self.records.path(sandbox.id)),
             "plan": plan,
         }
+
+    def _lowers(self, sandbox: NamespaceSandbox) -> list[str]:
+        """Return the directories of its image, the uppermost first; none for the host's own."""
+        if isinstance(sandbox.spec.image, DirectoryImage):
+            return list(sandbox.spec.image.layers)
+        found = self._images.in_use(sandbox.id)
+        return [] if found is None else list(found.layers)
 
     async def _put_down(self, sandbox: NamespaceSandbox) -> None:
         """Remove what is left of a start that failed."""
@@ -432,6 +451,7 @@ class NamespaceProvider:
         try:
             self.records.remove(sandbox.id)  # if this fails the loop reports it, and a later sweep tries again
         finally:
+            self._images.release(sandbox.id)
             end = death(reason, detail=detail)
             sandbox.ended(end)
             if self._observer is not None:
@@ -450,6 +470,7 @@ class NamespaceProvider:
             if self._observer is not None:
                 self._observer.ended(end)
             self._alive.pop(sandbox.id, None)
+            self._images.release(sandbox.id)
             self._ends[sandbox.id] = sandbox.status()
         loop = asyncio.get_running_loop()
         cleaning = loop.run_in_executor(None, _clean_up, self._zygote, self.records, records, self._settings.end_s)
@@ -483,8 +504,6 @@ def _check_spec(spec: SandboxSpec) -> None:
 
 
 def _check_image(image: Image) -> None:
-    if isinstance(image, NamedImage):
-        raise ImageError(f"the image {image.name!r} is a name, and this backend takes directories; unpack it first")
     if not isinstance(image, DirectoryImage):
         return
     if not image.layers:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from rollmill.errors import ConfigError
 from rollmill.sandboxes.disk_records import default_directory
+from rollmill.sandboxes.images.settings import ImageStoreSettings
 from rollmill.sandboxes.isolation import IsolationLevel
 from rollmill.sandboxes.records import Record
 
@@ -30,6 +31,7 @@ class NamespaceSettings(Record, frozen=True, kw_only=True):
         start_s: from the call until the sandbox answers; longer is a start that failed.
         end_s: from the order to end a sandbox until nothing of it is left.
         answer_s: how long an agent may be late with an answer before its sandbox is given up.
+        images: the store in which images are found by name.
     """
 
     directory: Path | None = None
@@ -40,6 +42,7 @@ class NamespaceSettings(Record, frozen=True, kw_only=True):
     start_s: float = 30.0
     end_s: float = 60.0
     answer_s: float = 30.0
+    images: ImageStoreSettings = ImageStoreSettings()
 
     def __post_init__(self) -> None:
         last = self.id_base + self.id_ranges * IDS_PER_SANDBOX - 1

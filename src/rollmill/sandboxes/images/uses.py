@@ -1,0 +1,150 @@
+"""Images that the sandboxes of one process use: one claim for each image, as long as anything uses it.
+
+A start pays two looks at small files when the image is in use already, and one claim when it is not.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+
+import msgspec
+
+from rollmill.sandboxes.images.records import ImageConfig, is_digest
+from rollmill.sandboxes.images.settings import ImageStoreSettings
+from rollmill.sandboxes.images.store import HeldImage, ImageStore
+
+
+class ImageInUse(msgspec.Struct, frozen=True, kw_only=True):
+    """An image whose layers stay where they are while somebody uses it.
+
+    Attributes:
+        digest: of its manifest.
+        layers: directories, the uppermost first.
+        config: what it says of its programs.
+    """
+
+    digest: str
+    layers: tuple[str, ...]
+    config: ImageConfig
+
+
+class _Known(msgspec.Struct, frozen=True, kw_only=True):
+    digest: str
+    stamp: tuple[int, int]
+
+
+class ImageUses:
+    """The images in use by one process; its store is opened by the first use.
+
+    Args:
+        settings: of the store.
+        what: who uses them, for others who look.
+    """
+
+    def __init__(self, settings: ImageStoreSettings, *, what: str) -> None:
+        self._settings = settings
+        self._what = what
+        self._store: ImageStore | None = None
+        self._opening = threading.Lock()
+        self._held: dict[str, HeldImage] = {}
+        self._users: dict[str, set[str]] = {}
+        self._digest_of: dict[str, str] = {}
+        self._names: dict[str, _Known] = {}
+        self._taking: dict[str, asyncio.Task[str]] = {}
+
+    async def acquire(self, ref: str, *, user: str) -> ImageInUse:
+        """Use an image until `release`; the same user may ask again.
+
+        Args:
+            ref: name or digest.
+            user: who, such as a sandbox's id.
+
+        Raises:
+            ImageError: if there is no such image, or if it is damaged.
+
+        Cancellation: nothing stays in use.
+        """
+        digest = self._known(ref)
+        while digest is None or digest not in self._held:
+            taking = self._taking.get(ref)
+            if taking is None:
+                taking = self._taking[ref] = asyncio.ensure_future(self._take(ref))
+                taking.add_done_callback(lambda _: self._taking.pop(ref, None))
+            digest = await asyncio.shield(taking)
+        self._users[digest].add(user)
+        self._digest_of[user] = digest
+        return self._view(digest)
+
+    def _known(self, ref: str) -> str | None:
+        """Return the digest of an image in use, if its name still stands for it."""
+        if is_digest(ref):
+            return ref
+        known = self._names.get(ref)
+        if known is None or self._store is None or known.stamp != self._stamp(self._store, ref):
+            return None
+        return known.digest
+
+    def _stamp(self, store: ImageStore, ref: str) -> tuple[int, int]:
+        if is_digest(ref):
+            return (0, 0)
+        try:
+            told = os.stat(store.layout.name(ref))
+        except FileNotFoundError:
+            return (0, 0)
+        return told.st_ino, told.st_mtime_ns
+
+    async def _take(self, ref: str) -> str:
+        """Claim an image; the claim goes again if whoever asked is gone by then."""
+        loop = asyncio.get_running_loop()
+        stamp, held = await loop.run_in_executor(None, self._take_now, ref)
+        digest = held.digest
+        if digest in self._held:
+            held.release()  # by its other name
+        else:
+            self._held[digest] = held
+            self._users[digest] = set()
+        if not is_digest(ref):
+            self._names[ref] = _Known(digest=digest, stamp=stamp)
+        loop.call_soon(loop.call_soon, self._let_go_if_unused, digest)  # after those who wait have run
+        return digest
+
+    def _take_now(self, ref: str) -> tuple[tuple[int, int], HeldImage]:
+        store = self._open()
+        stamp = self._stamp(store, ref)  # first: if the name changes meanwhile, the next one looks again
+        return stamp, store.take(ref, what=self._what)
+
+    def _open(self) -> ImageStore:
+        with self._opening:
+            if self._store is None:
+                self._store = ImageStore(self._settings)
+            return self._store
+
+    def _view(self, digest: str) -> ImageInUse:
+        held = self._held[digest]
+        return ImageInUse(digest=digest, layers=tuple(map(os.fspath, held.layers)), config=held.config)
+
+    def in_use(self, user: str) -> ImageInUse | None:
+        """Return what somebody uses."""
+        digest = self._digest_of.get(user)
+        return None if digest is None else self._view(digest)
+
+    def release(self, user: str) -> None:
+        """End a use; one that is none counts as ended."""
+        digest = self._digest_of.pop(user, None)
+        if digest is not None:
+            self._users[digest].discard(user)
+            self._let_go_if_unused(digest)
+
+    def _let_go_if_unused(self, digest: str) -> None:
+        if digest in self._held and not self._users[digest]:
+            del self._users[digest]
+            self._held.pop(digest).release()
+
+    def close(self) -> None:
+        """End all uses."""
+        for user in list(self._digest_of):
+            self.release(user)
+        for digest in list(self._held):
+            self._let_go_if_unused(digest)
