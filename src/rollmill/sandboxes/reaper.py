@@ -186,16 +186,15 @@ class Reaper:
         while not self._closing.is_set():
             self._news.clear()
             self._set_working(True)
-            for name in self._due():
-                if self._closing.is_set():
-                    break
-                self._delete(name)
+            while (due := self._due()) and not self._closing.is_set():  # directories of directories come up meanwhile
+                for name in due:
+                    if self._closing.is_set():
+                        break
+                    self._delete(name)
             names = set(self._names())
             self._retry_at_s = {name: at_s for name, at_s in self._retry_at_s.items() if name in names}
-            left = bool(self._due())
             self._set_working(False)
-            if not left:
-                self._news.wait(self._rest_s())
+            self._news.wait(self._rest_s())
 
     def _set_working(self, working: bool) -> None:
         with self._idle:

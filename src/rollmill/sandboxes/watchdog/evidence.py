@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -54,7 +55,8 @@ class DiskEvidence:
                 stream.write(bounded(evidence, most_bytes=self._most_bytes))
             scratch.replace(path)
         except OSError as error:
-            scratch.unlink(missing_ok=True)
+            with suppress(OSError):  # it was not made, or goes with whatever is wrong with its directory
+                scratch.unlink()
             raise SandboxError(
                 f"evidence of the end of {evidence.sandbox_id} cannot be written to {self.directory}: {error}. Make "
                 "room there, or name another directory."
