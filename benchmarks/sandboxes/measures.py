@@ -1,0 +1,230 @@
+"""What is measured of our sandboxes; each measure opens what it needs, leaves nothing behind, and returns records."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import statistics
+import tempfile
+import time
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+from peers import Peers
+
+from rollmill.errors import RollmillError
+from rollmill.sandboxes import HostImage, Lease, Limits, SandboxSpec
+from rollmill.sandboxes.backends.namespaces import NamespaceProvider, NamespaceSettings
+
+Record = dict[str, Any]
+LEASE = Lease(owner="benchmark", ttl_s=3600.0)
+MIB = 2**20
+SMALL = SandboxSpec(
+    image=HostImage(), limits=Limits(memory_bytes=256 * MIB, disk_bytes=64 * MIB, inodes=20_000, pids=64)
+)
+CANARY_EVERY_S = 0.02
+BATCH = 8
+
+
+def spread(values: Sequence[float]) -> Record:
+    """Return n, median, 99th percentile and extremes, of seconds, in milliseconds."""
+    ordered = sorted(values)
+    return {
+        "n": len(ordered),
+        "p50_ms": 1e3 * statistics.median(ordered),
+        "p99_ms": 1e3 * ordered[min(len(ordered) - 1, int(0.99 * len(ordered)))],
+        "least_ms": 1e3 * ordered[0],
+        "most_ms": 1e3 * ordered[-1],
+    }
+
+
+def new_id() -> str:
+    """Return an id that no sandbox has had."""
+    return f"bench-{uuid.uuid4().hex[:16]}"
+
+
+@asynccontextmanager
+async def opened() -> AsyncIterator[NamespaceProvider]:
+    """A provider of its own."""
+    with tempfile.TemporaryDirectory(prefix="bench-sandboxes-") as folder:
+        async with NamespaceProvider(NamespaceSettings(directory=Path(folder))) as provider:
+            yield provider
+
+
+async def timed(call: Awaitable[object]) -> float:
+    """Return how long a call took, s."""
+    at_s = time.perf_counter()
+    await call
+    return time.perf_counter() - at_s
+
+
+async def starts(*, repeats: int) -> Record:
+    """Measure create to first exec, and a whole life, ours and the peers' in turn."""
+    first: list[float] = []
+    created: list[float] = []
+    lives: dict[str, list[float]] = {"rollmill": []}
+    with Peers() as peers:
+        async with opened() as provider:
+            for _ in range(repeats):
+                at_s = time.perf_counter()
+                sandbox = await provider.create(SMALL, id=new_id(), lease=LEASE)
+                created.append(time.perf_counter() - at_s)
+                await sandbox.exec(["true"])
+                first.append(time.perf_counter() - at_s)
+                await sandbox.kill()
+                lives["rollmill"].append(time.perf_counter() - at_s)
+                for peer in peers.found:
+                    spent = await timed(asyncio.to_thread(peer.run, ["true"]))
+                    lives.setdefault(peer.name, []).append(spent)
+        return {
+            "create": spread(created),
+            "create_to_first_exec": spread(first),
+            "whole_life_of_true": {name: spread(values) for name, values in lives.items()},
+            "peers": {peer.name: peer.version for peer in peers.found},
+            "left_out": peers.left_out,
+        }
+
+
+async def execs(*, repeats: int) -> Record:
+    """Measure calls into a sandbox that is there, alone and while the cores are busy."""
+    async with opened() as provider:
+        sandbox = await provider.create(SMALL, id=new_id(), lease=LEASE)
+        calls: dict[str, Callable[[], Awaitable[object]]] = {
+            "true": lambda: sandbox.exec(["true"]),
+            "python_by_fork_server": lambda: sandbox.run_python("print(1)"),
+            "python_by_exec": lambda: sandbox.exec(["python3", "-c", "print(1)"]),
+            "write_4_kib": lambda: sandbox.write("/tmp/file", b"x" * 4096),
+            "read_4_kib": lambda: sandbox.read("/tmp/file"),
+        }
+        found: Record = {}
+        for name, call in calls.items():
+            await call()  # the first makes what later ones find made
+            found[name] = spread([await timed(call()) for _ in range(repeats)])
+        busy = [await provider.create(SMALL, id=new_id(), lease=LEASE) for _ in range(2 * len(os.sched_getaffinity(0)))]
+        loops = [await one.start_process(["sh", "-c", "while :; do :; done"]) for one in busy]
+        found["true_under_full_load"] = spread([await timed(calls["true"]()) for _ in range(repeats)])
+        found["loops"] = len(loops)
+        return found
+
+
+async def burst(*, count: int, at_once: int, deadline_s: float = 60.0) -> Record:
+    """Start many with a cap on those that are starting; all live until the last one answered."""
+    gate = asyncio.Semaphore(at_once)
+    waits: list[float] = []
+    alone: list[float] = []
+    late: list[str] = []
+    async with opened() as provider:
+
+        async def one(began_s: float) -> None:
+            async with gate:
+                at_s = time.perf_counter()
+                try:
+                    async with asyncio.timeout(deadline_s):
+                        sandbox = await provider.create(SMALL, id=new_id(), lease=LEASE)
+                        await sandbox.exec(["true"])
+                except (RollmillError, TimeoutError) as error:
+                    late.append(f"{type(error).__name__}: {error}"[:200])
+                    return
+                now_s = time.perf_counter()
+            alone.append(now_s - at_s)
+            waits.append(now_s - began_s)
+
+        began_s = time.perf_counter()
+        async with asyncio.TaskGroup() as tasks:
+            for _ in range(count):
+                tasks.create_task(one(began_s))
+        took_s = time.perf_counter() - began_s
+    return {
+        "count": count,
+        "at_once": at_once,
+        "failed": late,
+        "rate_per_s": len(alone) / took_s,
+        "start": spread(alone),
+        "wait_and_start": spread(waits),
+    }
+
+
+async def density(*, count: int) -> Record:
+    """Measure the memory of many idle sandboxes, by what the machine has less, and their end."""
+    async with opened() as provider:
+        before = psutil.virtual_memory().available
+        at_s = time.perf_counter()
+        for first in range(0, count, BATCH):
+            batch = range(first, min(first + BATCH, count))
+            await asyncio.gather(*(provider.create(SMALL, id=new_id(), lease=LEASE) for _ in batch))
+        started_s = time.perf_counter() - at_s
+        after = psutil.virtual_memory().available
+        at_s = time.perf_counter()
+    return {
+        "count": count,
+        "bytes_each": (before - after) / count,
+        "starts_per_s": count / started_s,
+        "all_ended_after_s": time.perf_counter() - at_s,
+    }
+
+
+BOMBS = {
+    "fork": (["sh", "-c", "b() { b | b & }; b; sleep 30"], Limits(pids=64, memory_bytes=128 * MIB)),
+    "inode": (
+        ["python3", "-c", "import itertools\nfor i in itertools.count(): open(f'/tmp/{i}', 'w').close()"],
+        Limits(inodes=20_000, memory_bytes=128 * MIB),
+    ),
+    "disk": (["sh", "-c", "cat /dev/zero > /tmp/zero"], Limits(disk_bytes=64 * MIB, memory_bytes=256 * MIB)),
+    "memory": (
+        ["python3", "-c", "held = []\nwhile True: held.append(bytearray(1 << 20))"],
+        Limits(memory_bytes=128 * MIB),
+    ),
+    "output": (["yes"], Limits(output_bytes=4 * MIB)),
+}
+
+
+async def bombs(*, repeats: int) -> Record:
+    """Measure how long each bomb goes on after its start, and how the host feels meanwhile.
+
+    A bomb is contained when its program was ended or refused; one that goes on within its caps (forks that are refused)
+    counts to the call's own deadline of a second.
+    """
+    found: Record = {}
+    async with opened() as provider:
+        for name, (argv, limits) in BOMBS.items():
+            ends: list[float] = []
+            how = ""
+            canaries: list[float] = []
+            for _ in range(repeats):
+                spec = SandboxSpec(image=HostImage(), limits=limits)
+                sandbox = await provider.create(spec, id=new_id(), lease=LEASE)
+                async with canary() as latencies:
+                    at_s = time.perf_counter()
+                    try:
+                        result = await sandbox.exec(argv, timeout_s=1.0)
+                        how = result.killed_by or f"exit status {result.exit_code}"
+                    except RollmillError as error:
+                        how = type(error).__name__
+                    ends.append(time.perf_counter() - at_s)
+                canaries += latencies
+                await sandbox.kill()
+            found[name] = {"contained": spread(ends), "how": how, "canary": spread(canaries)}
+    return found
+
+
+@asynccontextmanager
+async def canary() -> AsyncIterator[list[float]]:
+    """Time a tiny piece of work on the host again and again while the block runs: a thread that wakes and looks."""
+    latencies: list[float] = [0.0]
+    stop = asyncio.Event()
+
+    async def watch() -> None:
+        while not stop.is_set():
+            at_s = time.perf_counter()
+            await asyncio.to_thread(os.stat, "/")
+            latencies.append(time.perf_counter() - at_s)
+            await asyncio.sleep(CANARY_EVERY_S)
+
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(watch())
+        yield latencies
+        stop.set()

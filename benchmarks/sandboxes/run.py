@@ -1,0 +1,98 @@
+"""How fast sandboxes start and answer, how many fit, and how soon bombs end, next to other launchers.
+
+    python benchmarks/sandboxes/run.py                      # about 10 minutes
+    python benchmarks/sandboxes/run.py --parts starts execs # some of it; results merge
+    python benchmarks/sandboxes/run.py --quick              # small counts, to see that it works; writes nothing
+
+bubblewrap, runc, crun and gVisor's runsc take part where they are installed and work (Debian: `bubblewrap runc crun`);
+`left_out` says why one does not. Writes `result.json` beside this file: machine, the parts, and `ratios` (larger is
+better): each peer's median life of `true` over ours, and each goal over what was measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import platform
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import measures
+import psutil
+
+HERE = Path(__file__).parent
+GOALS = {"create_to_first_exec_ms": 20.0, "bytes_each": 2e6, "contained_ms": 1000.0, "canary_ms": 5.0}
+
+
+def machine() -> dict[str, Any]:
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    model = next((line.split(":", 1)[1].strip() for line in lines if "model name" in line), platform.processor())
+    return {
+        "cpu": model,
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_bytes": psutil.virtual_memory().total,
+        "kernel": platform.release(),
+        "root": os.geteuid() == 0,
+        "date": time.strftime("%Y-%m-%d"),
+    }
+
+
+def parts(*, quick: bool) -> dict[str, Callable[[], Awaitable[dict[str, Any]]]]:
+    few = 10 if quick else 200
+    cores = len(os.sched_getaffinity(0))
+    return {
+        "starts": lambda: measures.starts(repeats=few),
+        "execs": lambda: measures.execs(repeats=few),
+        "burst_100": lambda: measures.burst(count=20 if quick else 100, at_once=cores),
+        "burst_1000": lambda: measures.burst(count=40 if quick else 1000, at_once=cores),
+        "density": lambda: measures.density(count=20 if quick else 1000),
+        "bombs": lambda: measures.bombs(repeats=1 if quick else 5),
+    }
+
+
+def ratios(found: dict[str, Any]) -> dict[str, float]:
+    """Return what is compared, larger being better."""
+    out: dict[str, float] = {}
+    if "starts" in found:
+        lives = found["starts"]["whole_life_of_true"]
+        ours = lives["rollmill"]["p50_ms"]
+        out |= {f"{name}_over_ours": life["p50_ms"] / ours for name, life in lives.items() if name != "rollmill"}
+        first = found["starts"]["create_to_first_exec"]["p50_ms"]
+        out["goal_over_create_to_first_exec"] = GOALS["create_to_first_exec_ms"] / first
+    if "density" in found:
+        out["goal_over_bytes_each"] = GOALS["bytes_each"] / found["density"]["bytes_each"]
+    for name, bomb in found.get("bombs", {}).items():
+        if name != "load_average_before":
+            out[f"goal_over_containment_of_{name}_bomb"] = GOALS["contained_ms"] / bomb["contained"]["p50_ms"]
+    return out
+
+
+def measure(names: list[str], *, quick: bool) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name in names:
+        load = os.getloadavg()[0]
+        found[name] = {**asyncio.run(parts(quick=quick)[name]()), "load_average_before": load}
+        print(name, json.dumps(found[name], indent=1), flush=True)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--parts", nargs="+", choices=sorted(parts(quick=True)), default=list(parts(quick=True)))
+    parser.add_argument("--quick", action="store_true", help="small counts; nothing is written")
+    parser.add_argument("--out", type=Path, default=HERE / "result.json")
+    args = parser.parse_args()
+    before = json.loads(args.out.read_text())["parts"] if args.out.exists() and not args.quick else {}
+    found = before | measure(args.parts, quick=args.quick)
+    result = {"machine": machine(), "goals": GOALS, "parts": found, "ratios": ratios(found)}
+    if not args.quick:
+        args.out.write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps(result["ratios"], indent=1))
+
+
+if __name__ == "__main__":
+    main()
