@@ -1,0 +1,298 @@
+"""Leases of rollouts with owners that are killed before, inside or after any change of the table and any call.
+
+The provider is the fake one and outlives its owners, as remote ones do; time is virtual. Whatever happened, once every
+lease has had its time a sweep leaves no row, and no sandbox that no row speaks of.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from property.crash_world import scratch_folder
+from rollmill.clock import VirtualClock
+from rollmill.errors import SandboxDead, SandboxError, SandboxLeaseLost, SandboxRetryable
+from rollmill.sandboxes import SandboxSpec, SandboxState
+from rollmill.sandboxes.leases import Claim, Keeper, KeeperSettings, LeaseTable, Phase
+from rollmill.testing import FakeSandboxProvider, run_virtual
+from rollmill.testing.faults import FaultInjector, Raise
+
+SETTINGS = KeeperSettings(
+    name="test", provider="fake", ttl_s=100.0, suspended_ttl_s=300.0, slack_s=50.0, call_s=20.0, grace_s=40.0
+)
+LONGER_THAN_ANY_LEASE_S = 1000.0
+
+
+class Killed(BaseException):
+    """SIGKILL of the owner: nothing catches it."""
+
+
+class Fate:
+    """Kills the owner at a numbered moment: each change of the table has three, each call of the provider two."""
+
+    def __init__(self) -> None:
+        self.left = -1
+
+    def pass_by(self) -> None:
+        if self.left == 0:
+            self.left = -1
+            raise Killed
+        self.left -= self.left > 0
+
+
+class MortalTable(LeaseTable):
+    def __init__(self, path: Path, fate: Fate) -> None:
+        self.fate = fate
+        super().__init__(path)
+
+    @contextlib.contextmanager
+    def change(self) -> Iterator[None]:
+        self.fate.pass_by()
+        with super().change():
+            yield
+            self.fate.pass_by()
+        self.fate.pass_by()
+
+
+class MortalCalls:
+    """The provider, or one of its sandboxes, as an owner calls it that may die before or after any call."""
+
+    def __init__(self, inner: Any, fate: Fate) -> None:
+        self._inner, self._fate = inner, fate
+
+    def __getattr__(self, name: str) -> Any:
+        called = getattr(self._inner, name)
+        if not callable(called):
+            return called
+
+        async def call(*args: Any, **kwargs: Any) -> Any:
+            self._fate.pass_by()
+            result = await called(*args, **kwargs)
+            self._fate.pass_by()
+            return MortalCalls(result, self._fate) if name in ("create", "attach") else result
+
+        return call
+
+
+class World:
+    """Owners of one table after each other, with what each of them believes to hold."""
+
+    def __init__(self, folder: Path, clock: VirtualClock, *, failing_kills: int) -> None:
+        self.folder, self.clock, self.fate = folder, clock, Fate()
+        refusal = Raise(lambda: SandboxRetryable("the provider does not kill now", after_s=1.0))
+        faults = FaultInjector({("kill", number): refusal for number in range(1, failing_kills + 1)})
+        self.provider = FakeSandboxProvider(faults=faults, start_s=1.0)
+        self.claims: dict[str, list[Claim]] = {}
+        self.lives = 0
+        self.table, self.keeper = self.new_owner()
+
+    def new_owner(self) -> tuple[MortalTable, Keeper]:
+        self.lives += 1
+        table = MortalTable(self.folder / "leases.sqlite", self.fate)
+        calls: Any = MortalCalls(self.provider, self.fate)
+        owner = f"owner-{self.lives}"
+        return table, Keeper(table, calls, settings=SETTINGS, owner=owner, clock=self.clock, in_thread=False)
+
+    async def act(self, what: str, rollout: str, *, dies_at: int) -> None:
+        self.fate.left = dies_at
+        try:
+            await getattr(self, what)(rollout)
+        except Killed:
+            self.table.close()
+            self.fate.left = -1
+            self.table, self.keeper = self.new_owner()
+        except (SandboxLeaseLost, SandboxDead):
+            pass
+        finally:
+            self.fate.left = -1
+        await self.check(rollout)
+
+    async def start(self, rollout: str) -> None:
+        held = await self.keeper.start(rollout, SandboxSpec(), policy_version=3)
+        self.claims.setdefault(rollout, []).append(held.claim)
+
+    async def resume(self, rollout: str) -> None:
+        held = await self.keeper.resume(rollout)
+        self.claims.setdefault(rollout, []).append(held.claim)
+
+    async def take_over(self, rollout: str) -> None:
+        held = await self.keeper.resume(rollout, take_over=True)
+        self.claims.setdefault(rollout, []).append(held.claim)
+
+    async def suspend(self, rollout: str) -> None:
+        if self.claims.get(rollout):
+            await self.keeper.suspend(self.claims[rollout][-1])
+
+    async def renew(self, rollout: str) -> None:
+        if self.claims.get(rollout):
+            await self.keeper.renew(self.claims[rollout][-1])
+
+    async def release(self, rollout: str) -> None:
+        if self.claims.get(rollout):
+            await self.keeper.release(self.claims[rollout][-1])
+
+    async def sweep(self, _: str) -> None:
+        await self.keeper.sweep()
+
+    async def wait(self, _: str) -> None:
+        self.clock.advance(60.0)
+
+    async def lose(self, _: str) -> None:
+        self.provider.lose()
+
+    async def alive(self) -> set[str]:
+        ended = (SandboxState.DEAD, SandboxState.LOST)
+        return {one.sandbox_id for one in await self.provider.list() if one.state not in ended}
+
+    async def check(self, rollout: str) -> None:
+        rows = self.table.rows()
+        # Whatever lives was written down before it was made.
+        assert await self.alive() <= {row.sandbox_id for row in rows}
+        current = self.table.current(rollout)
+        for claim in self.claims.get(rollout, []):
+            assert current is None or claim.generation <= current.generation
+            if current is None or claim.generation < current.generation:
+                with pytest.raises(SandboxLeaseLost):
+                    await self.keeper.use(claim)
+
+    async def end_of_time(self) -> None:
+        for _ in range(12):
+            self.clock.advance(LONGER_THAN_ANY_LEASE_S)
+            await self.keeper.sweep()
+        assert self.table.rows() == ()
+        assert await self.alive() == set()
+
+
+ACTIONS = st.sampled_from(
+    ["start", "start", "resume", "take_over", "suspend", "renew", "release", "sweep", "wait", "lose"]
+)
+STEPS = st.lists(st.tuples(ACTIONS, st.sampled_from(["a", "b"]), st.sampled_from([-1, -1, 0, 1, 2, 3, 4, 5, 6, 8])))
+
+
+@given(steps=STEPS, failing_kills=st.sampled_from([0, 0, 3]))
+@settings(max_examples=60, deadline=None)
+def test_whatever_is_killed_and_when_the_old_owner_is_refused_and_nothing_is_left_in_the_end(steps, failing_kills):
+    folder, clock = scratch_folder(), VirtualClock(start_s=1_000_000.0)
+
+    async def whole() -> None:
+        world = World(folder, clock, failing_kills=failing_kills)
+        try:
+            for what, rollout, dies_at in steps:
+                await world.act(what, rollout, dies_at=dies_at)
+            await world.end_of_time()
+        finally:
+            world.table.close()
+
+    try:
+        run_virtual(whole(), clock=clock)
+    finally:
+        shutil.rmtree(folder)
+
+
+def test_an_owner_that_died_after_its_creation_leaves_a_sandbox_that_is_adopted_and_resumed(tmp_path):
+    clock = VirtualClock(start_s=1000.0)
+
+    async def whole() -> None:
+        world = World(tmp_path, clock, failing_kills=0)
+        # Moments: row before, inside, after; create before, after. It dies when its sandbox is there.
+        await world.act("start", "a", dies_at=4)
+        assert [(row.phase, row.generation) for row in world.table.rows()] == [(Phase.CREATING, 1)]
+        assert len(await world.alive()) == 1
+        with pytest.raises(SandboxLeaseLost, match="creating it"):
+            await world.keeper.resume("a")
+        clock.advance(41.0)
+        report = await world.keeper.sweep()
+        assert [step.why for step in report.adopted] == ["it was made, and whoever asked for it is gone"]
+        held = await world.keeper.resume("a")
+        assert (held.claim.generation, held.claim.owner) == (2, "owner-2")
+        assert (await held.sandbox.exec(["echo", "hi"])).stdout == b"hi\n"
+        world.table.close()
+
+    run_virtual(whole(), clock=clock)
+
+
+def test_a_kill_that_fails_stays_in_the_table_and_is_tried_again_later_each_time(tmp_path):
+    clock = VirtualClock(start_s=1000.0)
+
+    async def whole() -> None:
+        world = World(tmp_path, clock, failing_kills=2)
+        held = await world.keeper.start("a", SandboxSpec(), policy_version=1)
+        await world.keeper.release(held.claim)
+        (row,) = world.table.rows()
+        assert (row.phase, row.attempts, row.retry_s - clock.wall_s()) == (Phase.ENDING, 1, 1.0)
+        assert "does not kill now" in row.note
+        assert (await world.keeper.sweep()).failed == ()  # not due
+        clock.advance(1.0)
+        assert len((await world.keeper.sweep()).failed) == 1
+        (row,) = world.table.rows()
+        assert (row.attempts, row.retry_s - clock.wall_s()) == (2, 2.0)
+        clock.advance(2.0)
+        assert len((await world.keeper.sweep()).killed) == 1
+        assert world.table.rows() == ()
+        world.table.close()
+
+    run_virtual(whole(), clock=clock)
+
+
+def test_of_two_owners_the_older_is_refused_with_what_the_newer_has(tmp_path):
+    clock = VirtualClock(start_s=1000.0)
+
+    async def whole() -> None:
+        world = World(tmp_path, clock, failing_kills=0)
+        first = await world.keeper.start("a", SandboxSpec(), policy_version=1)
+        await world.keeper.suspend(first.claim)
+        assert (await world.provider.status([first.claim.sandbox_id]))[first.claim.sandbox_id].state.value == "paused"
+        second_table, second = world.new_owner()
+        taken = await second.resume("a")
+        assert taken.claim.generation == 2
+        with pytest.raises(SandboxLeaseLost, match="'owner-2' has generation 2 now") as caught:
+            await world.keeper.renew(first.claim)
+        assert caught.value.generation == 2
+        with pytest.raises(SandboxLeaseLost, match="runs it; let it suspend, or take it over"):
+            await world.keeper.resume("a")
+        assert (await world.keeper.resume("a", take_over=True)).claim.generation == 3
+        status = (await world.provider.status([first.claim.sandbox_id]))[first.claim.sandbox_id]
+        assert (status.lease.generation, status.lease.rollout_id, status.lease.policy_version) == (3, "a", 1)
+        second_table.close()
+        world.table.close()
+
+    run_virtual(whole(), clock=clock)
+
+
+def test_a_sandbox_that_no_row_speaks_of_is_killed_as_an_orphan_and_that_of_another_table_is_not(tmp_path):
+    clock = VirtualClock(start_s=1000.0)
+
+    async def whole() -> None:
+        world = World(tmp_path, clock, failing_kills=0)
+        await world.keeper.start("a", SandboxSpec(), policy_version=1)
+        other = World(tmp_path / "other", clock, failing_kills=0)
+        other.provider = world.provider
+        (tmp_path / "leases.sqlite").rename(tmp_path / "lost")
+        assert world.table.rows()  # the open file goes on; a new owner finds none
+        table, keeper = world.new_owner()
+        report = await keeper.sweep()
+        assert [step.do for step in report.killed] == ["kill_orphan"]
+        assert await world.alive() == set()
+        for one in (table, world.table, other.table):
+            one.close()
+
+    run_virtual(whole(), clock=clock)
+
+
+@pytest.mark.parametrize("damage", [b"not a database", b""])
+def test_a_file_that_is_no_table_is_refused_or_made_new_but_never_overwritten(tmp_path, damage):
+    path = tmp_path / "leases.sqlite"
+    path.write_bytes(damage)
+    if damage:
+        with pytest.raises(SandboxError, match="cannot be used: file is not a database"):
+            LeaseTable(path)
+        assert path.read_bytes() == damage
+    else:
+        LeaseTable(path).close()

@@ -1,0 +1,96 @@
+"""The rules of leases, by hand."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from rollmill.errors import SandboxLeaseLost
+from rollmill.sandboxes import Lease, SandboxState, SandboxStatus
+from rollmill.sandboxes.leases import law
+from rollmill.sandboxes.leases.law import Phase, Row
+
+ROW = Row(
+    sandbox_id="s1",
+    rollout_id="r",
+    generation=2,
+    provider="p",
+    owner="me",
+    phase=Phase.RUNNING,
+    expires_s=100.0,
+    asked_s=10.0,
+)
+
+
+def row(**changes: object) -> Row:
+    return msgspec.structs.replace(ROW, **changes)
+
+
+def seen(*ids: str, state: SandboxState = SandboxState.READY) -> dict[str, SandboxStatus]:
+    lease = Lease(owner="me")
+    return {one: SandboxStatus(sandbox_id=one, state=state, labels={}, lease=lease, lease_left_s=1.0) for one in ids}
+
+
+def done(*rows: Row, alive: dict[str, SandboxStatus], now_s: float = 50.0, busy: frozenset[str] = frozenset()):
+    return [(step.do, step.sandbox_id) for step in law.sweep(rows, alive, now_s=now_s, busy=busy, grace_s=30.0)]
+
+
+def test_a_row_whose_sandbox_lives_within_its_lease_is_left_alone():
+    assert done(row(), alive=seen("s1")) == []
+    assert done(row(phase=Phase.SUSPENDED), alive=seen("s1", state=SandboxState.PAUSED)) == []
+
+
+def test_a_lease_ends_at_its_second_and_not_before():
+    assert done(row(), alive=seen("s1"), now_s=99.9) == []
+    assert done(row(), alive=seen("s1"), now_s=100.0) == [("end", "s1")]
+
+
+def test_what_the_provider_lost_is_dropped_unless_a_snapshot_holds_it():
+    assert done(row(), alive={}) == [("drop", "s1")]
+    assert done(row(), alive=seen("s1", state=SandboxState.DEAD)) == [("drop", "s1")]
+    assert done(row(phase=Phase.SUSPENDED, snapshots=("a",)), alive={}) == []
+    assert done(row(phase=Phase.SUSPENDED, snapshots=("a",)), alive={}, now_s=100.0) == [("end", "s1")]
+
+
+@pytest.mark.parametrize(
+    ("now_s", "lives", "what"), [(39.9, True, []), (40.0, True, ["adopt"]), (40.0, False, ["drop"])]
+)
+def test_a_creation_is_given_up_only_after_its_grace(now_s, lives, what):
+    alive = seen("s1") if lives else {}
+    assert [do for do, _ in done(row(phase=Phase.CREATING), alive=alive, now_s=now_s)] == what
+
+
+def test_an_adoption_past_its_lease_is_an_end():
+    assert done(row(phase=Phase.CREATING), alive=seen("s1"), now_s=100.0) == [("end", "s1")]
+
+
+def test_a_failed_kill_is_tried_when_it_is_due():
+    ending = row(phase=Phase.ENDING, retry_s=60.0)
+    assert done(ending, alive=seen("s1"), now_s=59.0) == []
+    assert done(ending, alive=seen("s1"), now_s=60.0) == [("kill", "s1")]
+    assert done(ending, alive={}, now_s=0.0) == [("drop", "s1")]
+
+
+def test_what_has_no_row_is_an_orphan_and_what_a_call_works_on_is_nobodys_to_sweep():
+    assert done(row(), alive=seen("s1", "s2")) == [("kill_orphan", "s2")]
+    assert done(row(), alive=seen("s2"), busy=frozenset({"s1", "s2"})) == []
+
+
+def test_a_claim_holds_for_its_owner_its_generation_and_its_time():
+    claim = law.claim_of(ROW)
+    assert law.check_claim(claim, ROW, now_s=99.0) == ROW
+    for other in (None, row(generation=3), row(owner="you"), row(sandbox_id="s2")):
+        with pytest.raises(SandboxLeaseLost):
+            law.check_claim(claim, other, now_s=99.0)
+    with pytest.raises(SandboxLeaseLost, match=r"ended 0\.5 s ago"):
+        law.check_claim(claim, ROW, now_s=100.5)
+
+
+def test_only_what_is_suspended_unowned_or_ones_own_is_resumed_without_taking_over():
+    for fine in (row(phase=Phase.SUSPENDED, owner="you"), row(owner=""), ROW):
+        assert law.check_resume("r", fine, owner="me", now_s=50.0, take_over=False) == fine
+    with pytest.raises(SandboxLeaseLost, match="take it over"):
+        law.check_resume("r", row(owner="you"), owner="me", now_s=50.0, take_over=False)
+    assert law.check_resume("r", row(owner="you"), owner="me", now_s=50.0, take_over=True)
+    with pytest.raises(SandboxLeaseLost, match="is creating it"):
+        law.check_resume("r", row(phase=Phase.CREATING), owner="me", now_s=50.0, take_over=True)
