@@ -8,9 +8,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from fake_docker import FakeDocker
 from fake_e2b import TOKEN as E2B_TOKEN
 from fake_e2b import FakeE2B
 from rollmill.sandboxes import Provider
+from rollmill.sandboxes.backends.docker import DockerProvider, DockerSettings
 from rollmill.sandboxes.backends.e2b import E2BProvider, E2BSettings
 from rollmill.sandboxes.backends.hosted import HostedProvider
 from rollmill.sandboxes.backends.http import Secret
@@ -28,8 +30,28 @@ async def open_e2b(engine: Provider, directory: Path, **settings: Any) -> Opened
     return E2BProvider(E2BSettings(api_url=url, sandbox_url=url, token=token, **settings)), fake
 
 
-OPENERS: dict[str, Callable[..., Awaitable[Opened]]] = {"e2b": open_e2b}
-LEVELS = {"e2b": frozenset({"virtual_machine"})}
+async def open_docker(engine: Provider, directory: Path, **settings: Any) -> Opened:
+    fake = FakeDocker(engine)
+    socket = str(directory / "d.sock")
+    await fake.server.start(socket)
+    return DockerProvider(DockerSettings(socket=socket, **settings)), fake
+
+
+async def open_docker_read_only(engine: Provider, directory: Path) -> Opened:
+    return await open_docker(engine, directory, read_only_root=True)
+
+
+OPENERS: dict[str, Callable[..., Awaitable[Opened]]] = {
+    "docker": open_docker,
+    "docker_read_only": open_docker_read_only,
+    "e2b": open_e2b,
+}
+_CAPPED = frozenset({"capped"})
+LEVELS = {
+    "docker": _CAPPED,
+    "docker_read_only": _CAPPED,
+    "e2b": frozenset({"virtual_machine"}),
+}
 
 
 class AdapterRig:

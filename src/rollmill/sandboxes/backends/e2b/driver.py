@@ -80,6 +80,10 @@ class E2BDriver:
         """Return what the settings say of the service."""
         return CLAIMS[self._settings.isolation]
 
+    async def protections_of(self, found: Found) -> frozenset[Protection]:
+        """Return the same for each: the service shows nothing of it."""
+        return CLAIMS[self._settings.isolation]
+
     def check(self, image: Image) -> None:
         """Accept every template: whether it exists shows when a sandbox is made."""
 

@@ -42,14 +42,12 @@ class Found(Record, frozen=True, kw_only=True):
         ref: the vendor's name for it.
         marks: what was written on it when it was made.
         state: `ready`, `starting`, `paused` or `dead`.
-        protections: what keeps it from its host, `None` where the vendor does not show that.
         access: what else is needed to reach it: addresses, a token. Never logged.
     """
 
     ref: str
     marks: Mapping[str, str]
     state: SandboxState = SandboxState.READY
-    protections: frozenset[Protection] | None = None
     access: Mapping[str, str] = {}
 
     def __repr__(self) -> str:
@@ -189,7 +187,7 @@ class Driver(Protocol):
 
     @property
     def protections(self) -> frozenset[Protection] | None:
-        """Return what keeps its sandboxes from the host, `None` if that shows only once one is made."""
+        """Return what keeps its sandboxes from the host, `None` if only `protections_of` one that is made tells."""
         ...
 
     def check(self, image: Image) -> None:
@@ -218,6 +216,10 @@ class Driver(Protocol):
 
     async def enter(self, found: Found, spec: SandboxSpec) -> Guest:
         """Wait until it answers, and return its inside; raises `Gone`."""
+        ...
+
+    async def protections_of(self, found: Found) -> frozenset[Protection]:
+        """Return what keeps one that answers from its host."""
         ...
 
     async def find(self, marks: Mapping[str, str]) -> list[Found]:

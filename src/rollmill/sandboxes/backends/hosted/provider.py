@@ -51,6 +51,7 @@ D = TypeVar("D", bound=Driver)
 _REMEMBERED_ENDS = 10_000
 _KILLS_AT_ONCE = 16
 _RETRY_AFTER_S = 1.0
+_STOPPED = death(DeathReason.EXITED, detail="it has stopped, and its vendor keeps what is left of it")
 _log = logging.getLogger(__name__)
 
 
@@ -176,7 +177,7 @@ class HostedProvider(Generic[D]):
         sandbox = self._admit(found, id=id, spec=spec, labels=labels, lease=lease, wall_left_s=spec.limits.wall_s)
         try:
             async with asyncio.timeout_at(deadline_s):
-                sandbox.entered(found, await self.driver.enter(found, spec))
+                await self._enter(sandbox, found)
             self._require(sandbox.isolation, sandbox.protections)
         except TimeoutError as error:
             await self._put_down(sandbox)
@@ -196,6 +197,12 @@ class HostedProvider(Generic[D]):
         if sandbox.death is not None:
             raise dead_error(id, sandbox.death)
         return sandbox
+
+    async def _enter(self, sandbox: HostedSandbox, found: Found) -> None:
+        guest = await self.driver.enter(found, sandbox.spec)
+        if self.driver.protections is None:
+            sandbox.protections = await self.driver.protections_of(found)
+        sandbox.entered(found, guest)
 
     def _refusal(self, error: Refused, id: str) -> RollmillError:
         what = f"sandbox {id}"
@@ -227,13 +234,9 @@ class HostedProvider(Generic[D]):
         )
         sandbox.found = found
         sandbox.digest = marks.digest_of(spec)
-        sandbox.protections = self._protections_of(found)
+        sandbox.protections = self.driver.protections or frozenset()
         self._alive[id] = sandbox
         return sandbox
-
-    def _protections_of(self, found: Found) -> frozenset[Protection]:
-        shown = self.driver.protections if found.protections is None else found.protections
-        return frozenset() if shown is None else shown
 
     def _require(self, reached: IsolationLevel, protections: frozenset[Protection]) -> None:
         minimum = self._settings.minimum_isolation
@@ -263,7 +266,7 @@ class HostedProvider(Generic[D]):
             raise dead_error(id, end)
         for found in await self._find({marks.ID: id}):
             stamp = marks.decode(found.marks)
-            if stamp is not None:
+            if stamp is not None and found.state is not SandboxState.DEAD:
                 return await self._adopt(found, stamp)
         raise SandboxDead(
             f"sandbox {id} is not known to {self.driver.product}",
@@ -280,7 +283,7 @@ class HostedProvider(Generic[D]):
         sandbox.digest = stamp.digest
         try:
             async with asyncio.timeout(self._settings.start_s):
-                sandbox.entered(found, await self.driver.enter(found, spec))
+                await self._enter(sandbox, found)
         except TimeoutError as error:
             await self._put_down(sandbox)
             raise SandboxRetryable(
@@ -323,7 +326,7 @@ class HostedProvider(Generic[D]):
         return tuple(one for one in seen.values() if state in (None, one.state))
 
     def _status_of(self, found: Found, stamp: marks.Stamp) -> SandboxStatus:
-        protections = self._protections_of(found)
+        protections = self.driver.protections or frozenset()
         left_s = stamp.ends_wall_s - time.time()
         return SandboxStatus(
             sandbox_id=stamp.sandbox_id,
@@ -333,6 +336,7 @@ class HostedProvider(Generic[D]):
             lease_left_s=max(0.0, min(stamp.lease.ttl_s, left_s)),
             protections=tuple(sorted(one.value for one in protections)),
             isolation=level_of(protections).name.lower(),
+            death=_STOPPED if found.state is SandboxState.DEAD else None,
             age_s=max(0.0, stamp.limits.wall_s - left_s),
         )
 

@@ -22,10 +22,10 @@ _NO_ROOM = re.compile(rb"no space left|quota exceeded|cannot allocate|too many o
 
 LAUNCH = """
 d=$1 n=$2 t=$3 a=$4; shift 4
+[ "$a" = 0 ] || echo "$$"
 ulimit -n "$n" 2>/dev/null
 [ "$t" = 0 ] || ulimit -t "$t"
 cd -- "${d:-${HOME:-/}}" || exit 126
-[ "$a" = 0 ] || echo "$$"
 read -r _ _ _ _ g _ </proc/$$/stat
 [ "$g" = "$$" ] || ! command -v setsid >/dev/null || exec setsid "$@"
 exec "$@"
