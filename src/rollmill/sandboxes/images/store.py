@@ -151,7 +151,7 @@ class ImageStore:
         return digest, manifest
 
     def _unknown(self, ref: str) -> ImageError:
-        names = [one.name for one in self.layout.all_names()]
+        names = [repr(one.name) for one in self.layout.all_names()]
         more = f" and {len(names) - _SHOWN_NAMES} more" if len(names) > _SHOWN_NAMES else ""
         known = f"it has {', '.join(names[:_SHOWN_NAMES])}{more}" if names else "it is empty"
         return refused(

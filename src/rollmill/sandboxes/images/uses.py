@@ -53,6 +53,7 @@ class ImageUses:
         self._digest_of: dict[str, str] = {}
         self._names: dict[str, _Known] = {}
         self._taking: dict[str, asyncio.Task[str]] = {}
+        self._waiting: dict[str, int] = {}
 
     async def acquire(self, ref: str, *, user: str) -> ImageInUse:
         """Use an image until `release`; the same user may ask again.
@@ -67,15 +68,38 @@ class ImageUses:
         Cancellation: nothing stays in use.
         """
         digest = self._known(ref)
-        while digest is None or digest not in self._held:
-            taking = self._taking.get(ref)
-            if taking is None:
-                taking = self._taking[ref] = asyncio.ensure_future(self._take(ref))
-                taking.add_done_callback(lambda _: self._taking.pop(ref, None))
-            digest = await asyncio.shield(taking)
+        if digest is not None and digest in self._held:
+            return self._use(digest, user)
+        self._waiting[ref] = self._waiting.get(ref, 0) + 1
+        taking = self._taking.get(ref)
+        if taking is None:
+            taking = self._taking[ref] = asyncio.ensure_future(self._take(ref))
+            taking.add_done_callback(lambda _: self._settle(ref))
+        try:
+            return self._use(await asyncio.shield(taking), user)
+        finally:
+            self._waiting[ref] -= 1
+            self._settle(ref)
+
+    def _use(self, digest: str, user: str) -> ImageInUse:
         self._users[digest].add(user)
+        before = self._digest_of.get(user)
         self._digest_of[user] = digest
+        if before is not None and before != digest:  # the name went to another image meanwhile
+            self._users[before].discard(user)
+            self._let_go_if_unused(before)
         return self._view(digest)
+
+    def _settle(self, ref: str) -> None:
+        """Forget that an image is being taken, once nobody waits for that: from now on only its users keep it."""
+        taking = self._taking.get(ref)
+        if self._waiting.get(ref) or taking is None or not taking.done():
+            return
+        del self._taking[ref]
+        self._waiting.pop(ref, None)
+        if not taking.cancelled() and taking.exception() is None:
+            self._users[taking.result()].discard(_taken_by(ref))
+            self._let_go_if_unused(taking.result())
 
     def _known(self, ref: str) -> str | None:
         """Return the digest of an image in use, if its name still stands for it."""
@@ -96,7 +120,7 @@ class ImageUses:
         return told.st_ino, told.st_mtime_ns
 
     async def _take(self, ref: str) -> str:
-        """Claim an image; the claim goes again if whoever asked is gone by then."""
+        """Claim an image, with a user of its own until all who wait have seen it."""
         loop = asyncio.get_running_loop()
         stamp, held = await loop.run_in_executor(None, self._take_now, ref)
         digest = held.digest
@@ -107,7 +131,7 @@ class ImageUses:
             self._users[digest] = set()
         if not is_digest(ref):
             self._names[ref] = _Known(digest=digest, stamp=stamp)
-        loop.call_soon(loop.call_soon, self._let_go_if_unused, digest)  # after those who wait have run
+        self._users[digest].add(_taken_by(ref))
         return digest
 
     def _take_now(self, ref: str) -> tuple[tuple[int, int], HeldImage]:
@@ -130,6 +154,12 @@ class ImageUses:
         digest = self._digest_of.get(user)
         return None if digest is None else self._view(digest)
 
+    def share(self, user: str, *, to: str) -> None:
+        """Let a snapshot, or what is made of one, use the image that a sandbox uses; nothing if it uses none."""
+        digest = self._digest_of.get(user)
+        if digest is not None:
+            self._use(digest, to)
+
     def release(self, user: str) -> None:
         """End a use; one that is none counts as ended."""
         digest = self._digest_of.pop(user, None)
@@ -148,3 +178,7 @@ class ImageUses:
             self.release(user)
         for digest in list(self._held):
             self._let_go_if_unused(digest)
+
+
+def _taken_by(ref: str) -> str:
+    return f"taking/{ref}"  # no sandbox has such an id
