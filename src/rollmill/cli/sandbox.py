@@ -13,6 +13,7 @@ from typing import Any
 import click
 
 from rollmill.cli.output import json_option, show
+from rollmill.cli.sandbox_images import images_command, prepare_command
 from rollmill.cli.sandbox_serve import serve_command, show_command
 from rollmill.errors import SandboxError
 from rollmill.sandboxes import (
@@ -21,12 +22,14 @@ from rollmill.sandboxes import (
     HostImage,
     Lease,
     Limits,
+    NamedImage,
     NamespaceProvider,
     NamespaceSettings,
     SandboxSpec,
 )
 from rollmill.sandboxes.disk_records import DiskRecord, DiskRecords, default_directory, is_alive
 from rollmill.sandboxes.doctor import Diagnosis, diagnose
+from rollmill.sandboxes.images import ImageStoreSettings
 from rollmill.sandboxes.isolation import parse_level
 from rollmill.sandboxes.sweep import kill_outright, sweep
 
@@ -42,8 +45,11 @@ def sandbox_group() -> None:
     """Sandboxes of this machine: run a command, list and end them, and see what protects the host."""
 
 
+sandbox_group.add_command(images_command)
+sandbox_group.add_command(prepare_command)
 sandbox_group.add_command(serve_command)
 sandbox_group.add_command(show_command)
+
 
 def _directory_option(command: Any) -> Any:
     text = "Where the records of sandboxes are; the user's runtime directory unless given."
@@ -66,6 +72,8 @@ def _directory_option(command: Any) -> Any:
     "--timeout-s", type=click.FloatRange(min=0.1), default=300.0, show_default=True, help="Then it is killed."
 )
 @click.option("--root", "roots", multiple=True, metavar="DIR", help="Root file system; several: the uppermost first.")
+@click.option("--image", default=None, metavar="NAME", help="Root file system from the store: see `prepare`, `images`.")
+@click.option("--store", type=click.Path(path_type=Path), default=None, help="Where images are kept.")
 @click.option("--expose", multiple=True, metavar="PATH", help="File or directory of the host to show, read only.")
 @click.option("--env", "-e", multiple=True, metavar="NAME=VALUE", help="Environment of the command.")
 @click.option("--cwd", default=None, help="Directory to start in; root's home unless given.")
@@ -79,7 +87,11 @@ def _directory_option(command: Any) -> Any:
 def run_command(command: tuple[str, ...], directory: Path | None, as_json: bool, **options: Any) -> None:
     """Run COMMAND in a fresh sandbox and end with its exit status; input that is piped in is passed on."""
     environment = dict(_name_and_value(one) for one in options["env"])
-    settings = NamespaceSettings(directory=directory, minimum_isolation=parse_level(options["minimum_isolation"]))
+    settings = NamespaceSettings(
+        directory=directory,
+        minimum_isolation=parse_level(options["minimum_isolation"]),
+        images=ImageStoreSettings(directory=options["store"]),
+    )
     stdin = b"" if sys.stdin.isatty() else sys.stdin.buffer.read()
     result = asyncio.run(_run(list(command), settings=settings, options=options, env=environment, stdin=stdin))
     if as_json:
@@ -114,7 +126,11 @@ def _spec(options: dict[str, Any]) -> SandboxSpec:
         wall_s=options["timeout_s"] + 60.0,
     )
     layers = tuple(os.path.abspath(one) for one in options["roots"])
+    if layers and options["image"]:
+        raise click.UsageError("give --image or --root, not both: each is a whole root file system")
     image = DirectoryImage(layers=layers) if layers else HostImage()
+    if options["image"]:
+        image = NamedImage(name=options["image"])
     return SandboxSpec(image=image, limits=limits, expose=tuple(os.path.abspath(one) for one in options["expose"]))
 
 
