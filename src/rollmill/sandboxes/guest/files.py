@@ -84,7 +84,7 @@ def list_dir(path: str) -> tuple[list[dict[str, Any]], bool]:
             if len(entries) == MOST_ENTRIES or room < 0:
                 return sorted(entries, key=_name), True
             try:
-                entries.append(_describe(entry.path, entry.stat(follow_symlinks=False)))
+                entries.append(_describe(entry.name, entry.path, entry.stat(follow_symlinks=False)))
             except FileNotFoundError:
                 continue  # removed meanwhile
             room -= len(entries[-1]["name"]) + len(entries[-1]["target"])
