@@ -110,6 +110,23 @@ async def test_a_model_is_served_as_version_1_by_id_and_by_message_until_sigterm
     assert (turn.stop_reason, len(turn.output_ids)) == (StopReason.LENGTH, 3000)
 
 
+async def test_a_replica_with_a_draft_says_what_it_costs_and_how_often_it_is_right():
+    draft = ("generator.speculation=draft", "generator.draft_model=tiny-llama", "generator.draft_tokens=3")
+    chosen = [part for setting in draft for part in ("--set", setting)]
+    async with serving("--model", "tiny-llama", "--no-http", *chosen) as process:
+        client = GeneratorClient(process.said["grpc"])
+        turns = await client.generate_group(request("g", [9, 10, 11], max_new_tokens=120), siblings=4)
+        status = await client.status()
+        await client.close()
+        process.tell(signal.SIGTERM)
+        assert await process.ended() == (0, "")
+    assert process.said["kv_budget"].endswith("of it for the draft model")
+    assert [len(turn.output_ids) for turn in turns] == [120] * 4
+    # A trial at least; the draft is the model itself.
+    assert status.guessed_tokens >= 8 * 3
+    assert status.guessed_tokens - status.accepted_tokens <= 2
+
+
 async def test_a_second_signal_ends_the_drain(tmp_path):
     async with serving(*FAKE, "--no-http") as process:
         client = GeneratorClient(process.said["grpc"])

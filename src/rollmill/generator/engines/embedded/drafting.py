@@ -285,11 +285,12 @@ class Drafter:
             return False
         counters = np.array([one.sequence.count + len(one.tokens) for one in going])
         drawn, _ = pick(weights, stream(params, counters + DRAFT_LANE))
-        best = logits.argmax(-1).numpy()
+        greedy = np.array([own.temperature <= 0 for own in params])
+        tokens = np.where(greedy, logits.argmax(-1).numpy(), drawn)
+        chances = weights.numpy()[np.arange(len(going)), tokens] / totals
         for row, one in enumerate(going):
-            token = int(drawn[row] if params[row].temperature > 0 else best[row])
-            one.tokens.append(token)
-            one.chances.append(float(weights[row, token]) / float(totals[row]))
+            one.tokens.append(int(tokens[row]))
+            one.chances.append(float(chances[row]))
             one.weights.append(weights[row])
             one.totals.append(float(totals[row]))
         return True

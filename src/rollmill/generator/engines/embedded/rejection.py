@@ -104,26 +104,33 @@ def verify(
         for number, (start, guess) in enumerate(zip(starts[:-1], guesses, strict=True))
         if isinstance(guess, Draft) and guess.tokens and params[start].temperature > 0
     ]
-    tokens = np.zeros(len(params), dtype=np.int64)
-    logprobs = np.zeros(len(params), dtype=np.float32)
-    rows = np.array([row for _, start, guess in judged for row in range(start, start + len(guess.tokens))], dtype=int)
-    others = np.setdiff1d(np.arange(len(params)), rows)
-    tokens[others], logprobs[others] = draw(
-        logits if not len(rows) else logits[torch.from_numpy(others)],
-        params=[params[row] for row in others],
-        uniform=stream([params[row] for row in others], counters[others]),
-    )
-    ends = {number: int(starts[number + 1]) for number in range(len(guesses))}
+    ends = starts[1:].copy()
     if judged:
-        drafts = [guess for _, _, guess in judged]
-        judgement = _judge(logits, rows=rows, params=params, counters=counters, drafts=drafts)
+        rows = np.concatenate([np.arange(start, start + len(guess.tokens)) for _, start, guess in judged])
+        judgement = _judge(logits, rows=rows, params=params, counters=counters, drafts=[one for _, _, one in judged])
+        tokens, logprobs = _draw_others(logits, rows=rows, params=params, counters=counters)
         tokens[rows], logprobs[rows] = judgement.tokens, judgement.logprobs
         for (number, start, _), right in zip(judged, judgement.right, strict=True):
             ends[number] = start + right + 1
+    else:
+        tokens, logprobs = draw(logits, params=params, uniform=stream(params, counters))
     return [
-        list(zip(tokens[start : ends[n]].tolist(), logprobs[start : ends[n]].tolist(), strict=True))
-        for n, start in enumerate(starts[:-1])
+        list(zip(tokens[start:end].tolist(), logprobs[start:end].tolist(), strict=True))
+        for start, end in zip(starts[:-1], ends, strict=True)
     ]
+
+
+def _draw_others(
+    logits: torch.Tensor, *, rows: np.ndarray, params: Sequence[SamplingParams], counters: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return tokens and log-probs of all rows but these, whose places are left open."""
+    tokens, logprobs = np.zeros(len(params), dtype=np.int64), np.zeros(len(params), dtype=np.float32)
+    others = np.setdiff1d(np.arange(len(params)), rows)
+    own = [params[row] for row in others]
+    tokens[others], logprobs[others] = draw(
+        logits[torch.from_numpy(others)], params=own, uniform=stream(own, counters[others])
+    )
+    return tokens, logprobs
 
 
 @dataclass(frozen=True, slots=True)
