@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Ids
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,8 @@ from rollmill.generator.engines.embedded.speculation import Guesser
 from rollmill.generator.engines.meter import SecondsMeter
 from rollmill.generator.engines.protocol import KvPolicy
 from rollmill.generator.engines.sequence import Sequence
-from rollmill.types import Canary, GenerateRequest, SamplingParams, TensorEntry, Turn, WeightManifest
+from rollmill.types import Adapter, Canary, GenerateRequest, SamplingParams, TensorEntry, Turn, WeightManifest
+from rollmill.weights.adapters import merged
 
 torch.set_num_threads(1)
 
@@ -66,6 +68,26 @@ def random_model(config: PreTrainedConfig | None = None, *, seed: int = 0, dtype
 def tensors_of(model: Any) -> dict[str, torch.Tensor]:
     """What a trainer publishes: every distinct parameter once."""
     return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def adapter_for(
+    model: Any, *, seed: int, rank: int = 2, targets: Ids[str] = ("q_proj", "o_proj", "down_proj")
+) -> dict[str, torch.Tensor]:
+    """A trained adapter as a trainer publishes it: pairs of random matrices, large enough to matter."""
+    numbers = torch.Generator().manual_seed(seed)
+    out: dict[str, torch.Tensor] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Linear) and name.rpartition(".")[2] in targets:
+            out[f"{name}.lora_A.weight"] = 0.5 * torch.randn(rank, module.in_features, generator=numbers)
+            out[f"{name}.lora_B.weight"] = 0.5 * torch.randn(module.out_features, rank, generator=numbers)
+    return out
+
+
+def merged_model(model: Any, adapter: Mapping[str, torch.Tensor], *, settings: Adapter) -> Any:
+    """The model that base and adapter are together."""
+    whole = deepcopy(model)
+    whole.load_state_dict(merged(tensors_of(model), adapter, settings=settings), strict=False)
+    return whole
 
 
 def embedded(
@@ -122,6 +144,7 @@ class SteppedEngine:
         max_num_batched_tokens: int = 512,
         kv_blocks: int | None = None,
         tier_blocks: int | None = None,
+        max_loras: int = 0,
         max_wait_s: float = 0.0,
         speculator: Guesser | None = None,
         draft: Any = None,
@@ -139,6 +162,7 @@ class SteppedEngine:
             tensors=tensors_of(model),
             kernels=kernels,
             quantization=quantization,
+            adapters=max_loras > 0,
         )
         budget = plan_kv(
             block_bytes=1,
@@ -165,6 +189,7 @@ class SteppedEngine:
             kv=KvCache(served, budget=budget, tier=tier),
             max_wait_s=max_wait_s,
             speculator=speculator,
+            max_loras=max_loras,
             clock=self.clock,
             meter=self.meter,
         )

@@ -180,6 +180,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
         wave: what it runs together with; `None` lets it join whatever runs.
         session_id: turns of one session go to the replica that holds their KV.
         job: whose request it is; a router gives each job its priority and quota.
+        adapter: name of the low-rank adapter that samples beside the base's weights; empty for the base alone. Versions
+            are the adapter's then.
     """
 
     request_id: str
@@ -191,6 +193,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     wave: Wave | None = None
     session_id: str = ""
     job: str = ""
+    adapter: str = ""
 
 
 class Scored(msgspec.Struct, frozen=True, kw_only=True, tag="scored"):

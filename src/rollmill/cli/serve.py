@@ -39,6 +39,14 @@ if TYPE_CHECKING:
     help="Run directory whose published weights are served; LoadWeights takes later ones from there. Without it the "
     "model's own weights are served.",
 )
+@click.option(
+    "--adapter",
+    "adapters",
+    multiple=True,
+    metavar="NAME=DIR",
+    help="Run directory whose low-rank adapter is served beside the weights that it was trained on; may be repeated. "
+    "Requests ask for it by NAME, LoadWeights takes later versions.",
+)
 @access_options
 @click.option("--http-port", default=0, type=click.IntRange(0, 65535), help="Port of HTTP; 0 lets the system choose.")
 @click.option("--no-http", is_flag=True, help="Serve gRPC alone.")
@@ -62,6 +70,7 @@ def serve_command(
     config_path: str | None,
     overrides: tuple[str, ...],
     repository: Path | None,
+    adapters: tuple[str, ...],
     host: str,
     grpc_port: int,
     http_port: int,
@@ -101,6 +110,7 @@ def serve_command(
         ServeOptions(
             config=config,
             repository=repository,
+            adapters=_named(adapters),
             host=host,
             grpc_port=grpc_port,
             http_port=None if no_http else http_port,
@@ -112,6 +122,16 @@ def serve_command(
     )
 
 
+def _named(adapters: tuple[str, ...]) -> dict[str, Path]:
+    found: dict[str, Path] = {}
+    for text in adapters:
+        name, sign, folder = text.partition("=")
+        if not (name and sign and folder) or name in found:
+            raise click.BadParameter(f"{text!r} is not NAME=DIR with a new name", param_hint="--adapter")
+        found[name] = Path(folder)
+    return found
+
+
 def _text(served: Served) -> str:
     lines = [
         f"{served.model}: {served.engine} engine, {served.dtype}, policy version {served.policy_version}, digest "
@@ -120,6 +140,7 @@ def _text(served: Served) -> str:
     ]
     if served.http is not None:
         lines.append(f"HTTP  {served.http}/v1  (metrics: {served.http}/metrics)")
+    lines += [f"adapter {name}: policy version {version}" for name, version in served.adapters.items()]
     if served.kv_budget:
         lines.append(served.kv_budget)
     lines.append(f"Stop with Ctrl-C or: kill {served.pid}")

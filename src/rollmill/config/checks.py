@@ -296,8 +296,8 @@ def _host_kv(config: RollmillConfig) -> Iterator[str]:
     nbytes, folder = generator.host_kv_bytes, generator.host_kv_directory
     if (nbytes is None) != (folder is None):
         yield (
-            f"generator.host_kv_bytes is {nbytes} and generator.host_kv_directory is {folder!r}: the tier is a file, and "
-            "needs a size and a place. Nearest valid values: for example generator.host_kv_bytes 2000000000 with a "
+            f"generator.host_kv_bytes is {nbytes} and generator.host_kv_directory is {folder!r}: the tier is a file "
+            "and needs a size and a place. Nearest valid values: for example generator.host_kv_bytes 2000000000 with a "
             "folder on a disk, or leave both out."
         )
     if nbytes is not None and not generator.enable_prefix_caching:
@@ -361,6 +361,11 @@ def _no_effect(config: RollmillConfig) -> Iterator[str]:
         yield (
             f'generator.speculation "{config.generator.speculation}" has no effect in deterministic mode: whether '
             "guessing pays depends on the clock, and what a wave computes must not."
+        )
+    if config.generator.max_loras is not None:
+        yield (
+            "generator.max_loras has no effect in a run: its replicas serve its own policy. `rollmill serve --adapter` "
+            "serves adapters beside a base."
         )
     if algorithm.reward_shuffle:
         yield "algorithm.reward_shuffle is true: a control run; accuracy is not expected to rise."

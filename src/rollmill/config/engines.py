@@ -24,6 +24,8 @@ OBEYED_BY: dict[str, tuple[str, ...]] = {
     "enable_prefix_caching": ("embedded", "vllm", "sglang"),
     "host_kv_bytes": ("embedded",),
     "host_kv_directory": ("embedded",),
+    "max_loras": ("embedded",),
+    "max_lora_rank": ("embedded",),
     "kv_cache_dtype": ("vllm", "sglang"),
     "tensor_parallel_size": ("vllm", "sglang"),
     "data_parallel_size": ("vllm",),

@@ -320,6 +320,15 @@ class GeneratorSettings(Section):
         ge=1, le=15,
     )  # fmt: skip
     """Most tokens that the draft guesses ahead."""
+    max_loras: int | None = knob(
+        None, unit="adapters", raising="more jobs at once, more memory", lowering="less memory, more loading", ge=0
+    )
+    """Low-rank adapters that a replica of `rollmill serve --adapter` serves at once beside its base; the least
+    recently asked for gives way to another. `None` takes as many as are named. A run has one policy and no place."""
+    max_lora_rank: int = knob(
+        32, raising="larger adapters are taken, more memory is set aside", lowering="less of both", ge=1
+    )
+    """Greatest rank of an adapter that is taken."""
     kv_cache_dtype: Literal["auto", "bfloat16", "fp8"] = knob("auto")
     """Precision of keys and values; `auto` is that of the served weights."""
     tensor_parallel_size: int = knob(

@@ -15,6 +15,7 @@ from rollmill.clock import Clock, SystemClock
 from rollmill.config.precision import resolve_dtype
 from rollmill.config.schema import GeneratorSettings, LimitSettings
 from rollmill.errors import EngineDead, EngineError, MissingExtraError, ModelError
+from rollmill.generator.adapters import AdapterLoader, AdapterSource
 from rollmill.generator.cores import CoreBorrower
 from rollmill.generator.engines.fake import FakeEngine
 from rollmill.generator.engines.protocol import Engine, KvPolicy
@@ -159,6 +160,8 @@ def build_engine(
         speculation=more.speculation,
         draft=draft,
         quantization=more.quantization,
+        max_loras=more.max_loras or 0,
+        max_lora_rank=more.max_lora_rank,
         clock=clock,
         model=model,
         before_step=None
@@ -196,6 +199,7 @@ async def serve(
     codec: TextCodec | None = None,
     limits: LimitSettings | None = None,
     models: Sequence[str] = (),
+    adapters: Mapping[str, AdapterSource] | None = None,
     faces: Sequence[Face] = (),
     drain_s: float = 5.0,
     on_serving: Callable[[Addresses], None] | None = None,
@@ -220,6 +224,8 @@ async def serve(
         codec: of the model's tokenizer; without it only token ids are taken.
         limits: what one caller may ask for, and how much all of them at once.
         models: names under which a request may ask for the model.
+        adapters: name -> where its versions come from; the newest of each is loaded before calls are answered, as far
+            as there are places.
         faces: what serves the same replica beside gRPC.
         drain_s: time for running requests to finish after `stop`.
         on_serving: called once all faces are bound and calls are answered; gets the addresses.
@@ -232,6 +238,7 @@ async def serve(
     Cancellation:
         closes engine and server without draining.
     """
+    clock = SystemClock() if clock is None else clock
     replica = Replica(
         engine=engine,
         repository=repository,
@@ -239,16 +246,28 @@ async def serve(
         load_deadline_s=load_deadline_s,
         stage_weights=stage_weights,
         owner=f"generator-{os.getpid()}",
-        clock=SystemClock() if clock is None else clock,
+        clock=clock,
     )
+    loader = None
+    if adapters:
+        loader = AdapterLoader(
+            engine,
+            sources=adapters,
+            kv_policy=kv_policy,
+            load_deadline_s=load_deadline_s,
+            owner=f"generator-{os.getpid()}",
+            clock=clock,
+        )
     try:
         closing = asyncio.Event()
         async with asyncio.TaskGroup() as tasks:
-            service = InferenceService(replica, tasks=tasks, codec=codec, limits=limits, models=models)
+            service = InferenceService(replica, tasks=tasks, codec=codec, limits=limits, models=models, adapters=loader)
             server, servicer = new_server(service, access=access)
             bound = bind(server, address_of(host, port), access=access)
             try:
                 await replica.start()
+                if loader is not None:
+                    await loader.start()
                 await servicer.publish_health()
                 await server.start()
                 others = [await _start_face(face, service, tasks=tasks, stop=closing) for face in faces]
@@ -267,6 +286,8 @@ async def serve(
     finally:
         await engine.close()
         await replica.close()
+        if loader is not None:
+            await loader.close()
     if service.engine_died.is_set():
         raise EngineDead(replica.standing.reason)
 

@@ -17,6 +17,7 @@ from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 import grpc
+import msgspec
 import numpy as np
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
@@ -89,7 +90,8 @@ class PolicyInferenceServicer(pb_grpc.PolicyInferenceServicer):
 
     async def LoadWeights(self, request: pb.LoadWeightsRequest, context: Context) -> pb.LoadWeightsReply:
         """Serve another version."""
-        report = await self._answer(context, lambda: self.service.load_weights(request.policy_version))
+        load, adapter = self.service.load_weights, request.adapter
+        report = await self._answer(context, lambda: load(request.policy_version, adapter=adapter))
         return report_to_message(report)
 
     async def Drain(self, request: pb.DrainRequest, context: Context) -> pb.DrainReply:
@@ -134,7 +136,7 @@ class PolicyInferenceServicer(pb_grpc.PolicyInferenceServicer):
         ids = np.array(message.token_ids, dtype=np.int64)
         match message.what:
             case "" | "logprobs":
-                logprobs, version = await self.service.score(ids)
+                logprobs, version = await self.service.score(ids, adapter=message.adapter)
                 return pb.ScoreReply(logprobs=logprobs.tolist(), policy_version=version)
             case "reward":
                 reward, version = await self.service.reward(ids)
@@ -151,7 +153,10 @@ class PolicyInferenceServicer(pb_grpc.PolicyInferenceServicer):
         stops = codec.stop_token_ids if rendered and codec is not None else ()
         ids = self.service.encode(prompt)
         cap = self.service.limits.max_new_tokens
-        return request_from_message(message, prompt_ids=ids, stop_token_ids=stops, max_new_tokens=cap), rendered
+        request = request_from_message(message, prompt_ids=ids, stop_token_ids=stops, max_new_tokens=cap)
+        if not request.adapter and self.service.is_adapter(message.model):
+            request = msgspec.structs.replace(request, adapter=message.model)
+        return request, rendered
 
     def _text(self, turn: Turn) -> str:
         codec = self.service.codec

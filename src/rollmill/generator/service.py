@@ -30,6 +30,7 @@ from rollmill.errors import (
     RequestIdInUse,
     RollmillError,
 )
+from rollmill.generator.adapters import AdapterLoader
 from rollmill.generator.engines.protocol import REWARD_SCORE, RewardEngine, engines_with
 from rollmill.generator.engines.streams import mix
 from rollmill.generator.limits import Places, check_limits
@@ -95,6 +96,7 @@ class InferenceService:
         codec: of the model's tokenizer; without it only token ids are taken.
         limits: what one caller may ask for, and how much all of them at once.
         models: names under which a request may ask for the model; the engine's name for it if there are none.
+        adapters: of the engine, if it serves any.
 
     Attributes:
         engine_died: set by the first call that finds the engine dead.
@@ -110,8 +112,9 @@ class InferenceService:
         codec: TextCodec | None = None,
         limits: LimitSettings | None = None,
         models: Sequence[str] = (),
+        adapters: AdapterLoader | None = None,
     ) -> None:
-        self.replica = replica
+        self.replica, self.adapters = replica, adapters
         self.codec = codec
         self.limits = LimitSettings() if limits is None else limits
         self.models = tuple(models) or (replica.engine.info().model,)
@@ -132,8 +135,13 @@ class InferenceService:
         Raises:
             ModelError: naming the models that are served.
         """
-        if name and name not in self.models:
-            raise ModelError(f"model {name!r} is not served here; served is {', '.join(map(repr, self.models))}")
+        served = (*self.models, *(() if self.adapters is None else self.adapters.names))
+        if name and name not in served:
+            raise ModelError(f"model {name!r} is not served here; served is {', '.join(map(repr, served))}")
+
+    def is_adapter(self, name: str) -> bool:
+        """Return whether a model's name is that of an adapter."""
+        return self.adapters is not None and name in self.adapters.names
 
     def encode(self, prompt: Prompt) -> np.ndarray:
         """Return int [prompt_tokens] of a prompt in any form.
@@ -166,8 +174,9 @@ class InferenceService:
             NotServing: if the replica is starting, dirty or draining; `EngineDead` if it is dead.
             DataError: if prompt or parameters do not fit, or are over a limit.
             RequestIdInUse: if another request with this id lives.
-            Overloaded: if as many samples as the replica takes run or wait.
+            Overloaded: if as many samples as the replica takes run or wait, or its adapter finds no place.
             EngineError: if the served weights are older than the request asks for.
+            ModelError: if its adapter is unknown; `WeightError` and `WeightMismatch` if that cannot be loaded.
 
         Cancellation:
             aborts all siblings and frees their KV.
@@ -202,6 +211,8 @@ class InferenceService:
         self._active += 1
         self._idle.clear()
         try:
+            if request.adapter and self.adapters is not None:
+                await self.adapters.ensure(request.adapter)
             return await self._run(parts, listener=listener)
         finally:
             del self._siblings[request.request_id]
@@ -239,14 +250,23 @@ class InferenceService:
         parts = self._siblings.get(request_id, one)
         return any([await self.replica.engine.abort(part) for part in parts])
 
-    async def score(self, token_ids: np.ndarray) -> tuple[np.ndarray, int]:
+    async def score(self, token_ids: np.ndarray, *, adapter: str = "") -> tuple[np.ndarray, int]:
         """Return float32 [n - 1] log-probs under temperature 1, and the policy version that gave them.
+
+        Args:
+            token_ids: int [n].
+            adapter: that scores; empty for the base alone.
 
         Raises:
             EngineError: if the weights were swapped meanwhile.
             DataError: if the ids do not fit.
+            ModelError: if the adapter is unknown.
         """
         engine = self.replica.engine
+        if adapter:
+            if self.adapters is None:
+                raise ModelError(f"adapter {adapter!r} cannot score: this replica serves its weights alone")
+            return await self.adapters.score(token_ids, name=adapter)
         version = engine.info().policy_version
         logprobs = await engine.score(token_ids)
         if engine.info().policy_version != version:
@@ -273,23 +293,28 @@ class InferenceService:
             raise EngineError("the weights were swapped while this sequence was scored; score it again")
         return reward, info.policy_version
 
-    async def load_weights(self, policy_version: int) -> LoadReport:
-        """Serve another version; see `Replica.load` for the errors.
+    async def load_weights(self, policy_version: int, *, adapter: str = "") -> LoadReport:
+        """Serve another version; see `Replica.load` and, with an adapter's name, `AdapterLoader.load` for the errors.
 
         Cancellation:
             the load goes on.
         """
-        load = self._tasks.create_task(self._load(policy_version), name=f"load {policy_version}")
+        load = self._tasks.create_task(self._load(policy_version, adapter=adapter), name=f"load {policy_version}")
         result = await asyncio.shield(load)
         if isinstance(result, RollmillError):
             raise result
         return result
 
-    async def _load(self, policy_version: int) -> LoadReport | RollmillError:
+    async def _load(self, policy_version: int, *, adapter: str) -> LoadReport | RollmillError:
         """Load; an error is a value here, so that it reaches its caller and not the task group."""
         result: LoadReport | RollmillError
         try:
-            result = await self.replica.load(policy_version)
+            if not adapter:
+                result = await self.replica.load(policy_version)
+            elif self.adapters is None:
+                raise ModelError(f"adapter {adapter!r} cannot be loaded: this replica serves its weights alone")
+            else:
+                result = await self.adapters.load(adapter, policy_version=policy_version or None)
         except RollmillError as error:
             result = error
         finally:
@@ -349,6 +374,7 @@ class InferenceService:
             dtype=info.dtype,
             finished_turns=self._finished_turns,
             host_kv=load.host_kv,
+            adapters=() if self.adapters is None else self.adapters.infos(),
             guessed_tokens=load.guessed_tokens,
             accepted_tokens=load.accepted_tokens,
         )

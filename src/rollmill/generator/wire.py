@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 
 from rollmill.errors import DataError, LengthMismatch
-from rollmill.generator.engines.protocol import HostKvLoad
+from rollmill.generator.engines.protocol import AdapterInfo, HostKvLoad
 from rollmill.generator.engines.sequence import spans_of
 from rollmill.generator.proto import policy_inference_pb2 as pb
 from rollmill.generator.state import ReplicaState
@@ -95,6 +95,7 @@ class ReplicaStatus(msgspec.Struct, frozen=True, kw_only=True):
     host_kv: HostKvLoad | None = None
     guessed_tokens: int = 0
     accepted_tokens: int = 0
+    adapters: tuple[AdapterInfo, ...] = ()
 
 
 # -- generate
@@ -123,6 +124,7 @@ def request_to_message(request: GenerateRequest, *, siblings: int = 1) -> pb.Gen
         wave=None if wave is None else pb.Wave(wave_id=wave.wave_id, size=wave.size, index=wave.index),
         session_id=request.session_id,
         job=request.job,
+        adapter=request.adapter,
         siblings=siblings,
     )
 
@@ -176,6 +178,7 @@ def request_from_message(
         else None,
         session_id=message.session_id,
         job=message.job,
+        adapter=message.adapter,
     )
 
 
@@ -418,7 +421,9 @@ def report_from_message(message: pb.LoadWeightsReply) -> LoadReport:
 def status_to_message(status: ReplicaStatus) -> pb.StatusReply:
     """Return the message of a status."""
     tier = None if status.host_kv is None else pb.HostKv(**msgspec.structs.asdict(status.host_kv))
-    return pb.StatusReply(**{**msgspec.structs.asdict(status), "state": status.state.value, "host_kv": tier})
+    adapters = [pb.AdapterStatus(**msgspec.structs.asdict(one)) for one in status.adapters]
+    made = {"state": status.state.value, "host_kv": tier, "adapters": adapters}
+    return pb.StatusReply(**{**msgspec.structs.asdict(status), **made})
 
 
 def status_from_message(message: pb.StatusReply) -> ReplicaStatus:
@@ -427,5 +432,8 @@ def status_from_message(message: pb.StatusReply) -> ReplicaStatus:
     tier = None
     if message.HasField("host_kv"):
         tier = HostKvLoad(**{name: getattr(message.host_kv, name) for name in HostKvLoad.__struct_fields__})
-    made = {"state": ReplicaState(message.state), "seconds": dict(message.seconds), "host_kv": tier}
-    return ReplicaStatus(**{**fields, **made})
+    adapters = tuple(
+        AdapterInfo(name=one.name, policy_version=one.policy_version, digest=one.digest) for one in message.adapters
+    )
+    made = {"state": ReplicaState(message.state), "seconds": dict(message.seconds)}
+    return ReplicaStatus(**{**fields, **made, "host_kv": tier, "adapters": adapters})

@@ -14,16 +14,17 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
 from rollmill.clock import Clock, SystemClock
+from rollmill.config.engines import OBEYED_BY
 from rollmill.config.schema import RollmillConfig
 from rollmill.environments.rendering import Renderer
-from rollmill.errors import MissingExtraError, RunDirectoryError, WeightError
+from rollmill.errors import ConfigError, MissingExtraError, RunDirectoryError, WeightError
 from rollmill.generator.security import Access, address_of, check_binding
 from rollmill.runtime.stopping import stop_on_signals
 from rollmill.runtime.threads import process_environment
@@ -46,6 +47,7 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         config: the model in `model.source`, the engine in `generator`.
         repository: a run directory or its model repository; `None` serves the model's own weights as version 1.
+        adapters: name -> run directory, or model repository, whose low-rank adapter is served beside their common base.
         host: interface to bind, of all faces.
         grpc_port, http_port: 0 lets the system choose; `http_port` `None` serves no HTTP.
         access: what callers must show.
@@ -55,6 +57,7 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     config: RollmillConfig
     repository: Path | None = None
+    adapters: dict[str, Path] = {}
     host: str = "127.0.0.1"
     grpc_port: int = 0
     http_port: int | None = 0
@@ -68,6 +71,7 @@ class Served(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         follows: the repository that later versions can be loaded from, or `None`.
+        adapters: name -> policy version of each; 0 if it is not loaded.
         kv_budget: how much KV there is, and why; empty if the engine does not say.
         warnings: what a user should know.
     """
@@ -81,6 +85,7 @@ class Served(msgspec.Struct, frozen=True, kw_only=True):
     http: str | None
     pid: int
     follows: str | None
+    adapters: dict[str, int] = {}
     kv_budget: str = ""
     warnings: tuple[str, ...] = ()
 
@@ -110,8 +115,17 @@ def serve_replica(options: ServeOptions, *, on_serving: Callable[[Served], None]
 
     path = prepare(options.config.model.source).path
     codec = Renderer(path)
-    repository, engine = engine_and_repository(options, path=path, clock=SystemClock())
-    serving = _serve(options, engine=engine, repository=repository, path=path, codec=codec, on_serving=on_serving)
+    sources = {name: open_repository(folder) for name, folder in options.adapters.items()}
+    repository, engine = engine_and_repository(options, path=path, clock=SystemClock(), adapters=sources)
+    serving = _serve(
+        options,
+        engine=engine,
+        repository=repository,
+        path=path,
+        codec=codec,
+        adapters=sources,
+        on_serving=on_serving,
+    )
     try:
         asyncio.run(serving)
     except asyncio.CancelledError as error:
@@ -125,6 +139,7 @@ async def _serve(
     repository: ModelRepository,
     path: Path,
     codec: Renderer,
+    adapters: Mapping[str, LocalModelRepository],
     on_serving: Callable[[Served], None],
 ) -> None:
     from rollmill.generator.main import serve
@@ -145,6 +160,7 @@ async def _serve(
                 http=addresses.others.get("http"),
                 pid=os.getpid(),
                 follows=None if options.repository is None else str(options.repository),
+                adapters=dict.fromkeys(adapters, 0) | {one.name: one.policy_version for one in info.adapters},
                 kv_budget=info.kv_budget,
                 warnings=_warnings(options),
             )
@@ -165,6 +181,7 @@ async def _serve(
             codec=codec,
             limits=config.generator.limits,
             models=_names(config.model.source, path),
+            adapters=adapters,
             faces=faces,
             drain_s=options.drain_s,
             on_serving=announce,
@@ -226,14 +243,28 @@ def _need_http() -> None:
             raise MissingExtraError(package=package, extra="serve", purpose="HTTP (or give --no-http)")
 
 
-def engine_and_repository(options: ServeOptions, *, path: Path, clock: Clock) -> tuple[ModelRepository, Engine]:
+def engine_and_repository(
+    options: ServeOptions, *, path: Path, clock: Clock, adapters: Mapping[str, LocalModelRepository] | None = None
+) -> tuple[ModelRepository, Engine]:
     """Return an engine with its first weights, and where the later ones come from.
 
+    Args:
+        options: what is served.
+        path: of the model.
+        clock: of the engine.
+        adapters: name -> where its versions come from; the weights are those that they were trained on.
+
     Raises:
+        ConfigError: if there are both a repository and adapters, or an engine that cannot serve adapters.
         ModelError: if the model cannot be served.
         RunDirectoryError: if there is no model repository where one was named.
         WeightError: if nothing was published in it, or what was published does not fit the model.
     """
+    if adapters:
+        options = _for_adapters(options)
+        base = base_of(adapters)
+        fixed = FixedModel(path, at_s=clock.wall_s(), read=lambda: base)
+        return fixed, _engine(options.config, path=path, repository=fixed, clock=clock)
     if options.repository is not None:
         repository = open_repository(options.repository, quantization=options.config.generator.quantization)
         return repository, _engine(options.config, path=path, repository=repository, clock=clock)
@@ -244,6 +275,57 @@ def engine_and_repository(options: ServeOptions, *, path: Path, clock: Clock) ->
         # Older names or another layout, which the trainer's loader knows.
         fixed = FixedModel(path, at_s=clock.wall_s(), read=lambda: _converted(path))
         return fixed, _engine(options.config, path=path, repository=fixed, clock=clock)
+
+
+def _for_adapters(options: ServeOptions) -> ServeOptions:
+    """Return the options with as many places for adapters as are named, unless they say how many there are.
+
+    Raises:
+        ConfigError: if the settings contradict adapters.
+    """
+    settings, count = options.config.generator, len(options.adapters)
+    if options.repository is not None:
+        raise ConfigError(
+            f"--repository {options.repository} and --adapter were both given: adapters belong to weights that stay "
+            "what they are, and a repository's change. Leave one of them out"
+        )
+    if settings.engine != "embedded":
+        raise ConfigError(
+            f'--adapter was given and generator.engine is "{settings.engine}", which serves its weights alone. Engines '
+            f"that can serve adapters beside them: {', '.join(OBEYED_BY['max_loras'])}. Or serve one run's policy, "
+            "adapter included, with --repository"
+        )
+    if settings.max_loras == 0:
+        raise ConfigError(
+            f"--adapter was given and generator.max_loras is 0: there is no place for one. Valid: 1 to {count}, or "
+            "leave it out"
+        )
+    places = {"max_loras": count if settings.max_loras is None else settings.max_loras}
+    generator = settings.model_copy(update=places)
+    return msgspec.structs.replace(options, config=options.config.model_copy(update={"generator": generator}))
+
+
+def base_of(adapters: Mapping[str, LocalModelRepository]) -> dict[str, torch.Tensor]:
+    """Return the weights that all these adapters were trained on.
+
+    Raises:
+        WeightError: if an adapter has no version yet, is whole weights, or was trained on other weights.
+    """
+    found: dict[str, str] = {}
+    for name, repository in adapters.items():
+        latest = repository.latest()
+        if latest is None or latest.adapter is None:
+            what = "nothing was published" if latest is None else "whole weights were published, and no adapter"
+            raise WeightError(f"{what} in the repository of adapter {name!r}; name a run with trainer.lora_rank")
+        found[name] = latest.adapter.base_digest
+    if len(set(found.values())) > 1:
+        said = ", ".join(f"{name}: {digest[:16]}..." for name, digest in found.items())
+        raise WeightError(f"these adapters were trained on different weights, and one replica serves one base: {said}")
+    first = next(iter(adapters.values()))
+    latest = first.latest()
+    if latest is None:
+        raise WeightError("the repository of an adapter was emptied meanwhile")
+    return first.load_base(latest.policy_version)
 
 
 def _engine(config: RollmillConfig, *, path: Path, repository: ModelRepository, clock: Clock) -> Engine:
@@ -314,7 +396,7 @@ def _names(source: str, path: Path) -> tuple[str, ...]:
 
 def _warnings(options: ServeOptions) -> tuple[str, ...]:
     found = [check_binding(options.host, access=options.access)]
-    if options.repository is None:
+    if options.repository is None and not options.adapters:
         found.append(
             "these weights are the model's own, proven by digest alone: no trainer has scored a canary for them. With "
             "--repository DIR a replica follows a run"

@@ -358,6 +358,33 @@ class LocalModelRepository:
         stored, base = self._load_stored(manifest), self._load_base(manifest, manifest.adapter)
         return merged(base, stored, settings=manifest.adapter)
 
+    def load_adapter(self, policy_version: int) -> dict[str, torch.Tensor]:
+        """Return an adapter alone, as it was published, memory-mapped, each tensor checked against its digest.
+
+        Raises:
+            WeightMismatch: if a digest differs.
+            WeightError: if the version is unknown, its tensors are gone, or it is whole weights.
+        """
+        return self._load_stored(self._adapter_manifest(policy_version)[0])
+
+    def load_base(self, policy_version: int) -> dict[str, torch.Tensor]:
+        """Return the weights under an adapter, memory-mapped and verified.
+
+        Raises:
+            WeightMismatch: if they are damaged.
+            WeightError: if the version is unknown or is whole weights, or its base is gone.
+        """
+        return dict(self._load_base(*self._adapter_manifest(policy_version)))
+
+    def _adapter_manifest(self, policy_version: int) -> tuple[WeightManifest, Adapter]:
+        manifest = self._manifests.read(policy_version)
+        if manifest.adapter is None:
+            raise WeightError(
+                f"version {policy_version} in {self._root} is whole weights and no adapter: its run trained without "
+                "trainer.lora_rank. Serve it with --repository"
+            )
+        return manifest, manifest.adapter
+
     def _load_base(self, manifest: WeightManifest, adapter: Adapter) -> Mapping[str, torch.Tensor]:
         """Return the weights under an adapter, read and verified once: all versions of a run have the same ones."""
         if self._base is None or self._base[0] != adapter.base_digest:

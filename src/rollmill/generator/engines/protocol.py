@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 import msgspec
 import numpy as np
 
-from rollmill.types import GenerateRequest, TokenChunk, Turn
+from rollmill.types import Adapter, GenerateRequest, TokenChunk, Turn
 
 if TYPE_CHECKING:
     import torch
@@ -24,7 +24,9 @@ OnTokens = Callable[[TokenChunk], None]
 
 REWARD_SCORE = "reward_score"
 """Capability: `RewardEngine`."""
-_ENGINES_WITH: Mapping[str, tuple[str, ...]] = {REWARD_SCORE: ("fake",)}
+ADAPTERS = "adapters"
+"""Capability: `AdapterEngine`."""
+_ENGINES_WITH: Mapping[str, tuple[str, ...]] = {REWARD_SCORE: ("fake",), ADAPTERS: ("embedded",)}
 
 
 def engines_with(capability: str) -> str:
@@ -37,11 +39,20 @@ def engines_with(capability: str) -> str:
     return ", ".join(_ENGINES_WITH.get(capability, ())) or "none"
 
 
+class AdapterInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """An adapter that is served beside the base: its name, and which publication it is."""
+
+    name: str
+    policy_version: int
+    digest: str
+
+
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     """What the engine is and can do.
 
     Attributes:
         kv_budget: how much KV there is and where the figure comes from, for people; empty where unknown.
+        adapters: served beside the base.
     """
 
     kind: str
@@ -55,6 +66,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     policy_version: int
     digest: str
     kv_budget: str = ""
+    adapters: tuple[AdapterInfo, ...] = ()
 
 
 class HostKvLoad(msgspec.Struct, frozen=True, kw_only=True):
@@ -213,4 +225,59 @@ class RewardEngine(Protocol):
             DataError: if the ids do not fit.
             EngineDead: if the engine died.
         """
+        ...
+
+
+class Adapters(Protocol):
+    """Low-rank adapters that an engine serves beside its base. Loading one pauses nobody."""
+
+    async def stage(
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        *,
+        name: str,
+        settings: Adapter,
+        policy_version: int,
+        digest: str,
+    ) -> None:
+        """Make a version ready; nothing that is served changes. What was staged under this name before is forgotten.
+
+        Raises:
+            WeightError: if it does not fit the model, or its rank is over `generator.max_lora_rank`.
+        """
+        ...
+
+    async def score(self, token_ids: np.ndarray, *, name: str, policy_version: int | None = None) -> np.ndarray:
+        """Return float32 [n - 1] as `Engine.score`, by a version that is staged or served; `None`: that is served.
+
+        Raises:
+            ModelError: if there is no such version.
+        """
+        ...
+
+    async def serve(self, name: str, *, policy_version: int, kv: KvPolicy) -> tuple[str, ...]:
+        """Serve what was staged, between two steps; return the names of others that had to go for it.
+
+        Raises:
+            ModelError: if it was not staged.
+            EngineError: if a newer version is served; `Overloaded` if requests use all places.
+        """
+        ...
+
+    async def drop(self, name: str) -> bool:
+        """Serve a name no longer; return whether it was served.
+
+        Raises:
+            EngineError: if requests use it.
+        """
+        ...
+
+
+@runtime_checkable
+class AdapterEngine(Protocol):
+    """An engine that can serve adapters beside its base; where it was told to, it has the capability `adapters`."""
+
+    @property
+    def adapters(self) -> Adapters | None:
+        """Load and serve them here; `None` if this one was made without places for them."""
         ...

@@ -11,8 +11,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from rollmill.errors import DataError
-from rollmill.generator.engines.protocol import OnTokens
+from rollmill.errors import DataError, ModelError
+from rollmill.generator.engines.protocol import ADAPTERS, OnTokens, engines_with
 from rollmill.types import GenerateRequest, StopReason, TokenChunk, Turn, TurnTimings, VersionSpan
 
 Deliver = Callable[[Turn | Exception], None]
@@ -83,6 +83,10 @@ class Sequence:
         """Return int64 [kv_tokens], the tokens whose KV is there."""
         return np.concatenate([self.prompt, self._output[: self.count - 1].astype(np.int64)])
 
+    def all_ids(self) -> np.ndarray:
+        """Return int64 [n], every token: their KV and the logits behind the last one are what it goes on from."""
+        return np.append(self.kv_ids(), self.last_token) if self.count else self.prompt
+
     def output_since(self, start: int) -> list[int]:
         """Return the sampled tokens from `start` on."""
         return self._output[start : self.count].tolist()
@@ -141,13 +145,27 @@ def spans_of(versions: np.ndarray) -> tuple[VersionSpan, ...]:
     return tuple(VersionSpan(start, end, int(versions[start])) for start, end in itertools.pairwise(edges))
 
 
-def check_request(request: GenerateRequest, *, vocabulary_size: int, max_model_len: int) -> None:
+def check_request(
+    request: GenerateRequest, *, vocabulary_size: int, max_model_len: int, adapters: bool = False
+) -> None:
     """Refuse a request that cannot be served.
+
+    Args:
+        request: as it came.
+        vocabulary_size: of the model.
+        max_model_len: longest prompt plus output, tokens.
+        adapters: whether the engine serves adapters beside its weights.
 
     Raises:
         DataError: with the numbers, if the prompt or the sampling parameters do not fit.
+        ModelError: if it asks for an adapter and the engine serves none, naming the engines that do.
     """
     ids, sampling, name = request.prompt_ids, request.sampling, request.request_id
+    if request.adapter and not adapters:
+        raise ModelError(
+            f"request {name} asks for adapter {request.adapter!r}, and this engine serves its weights alone. Engines "
+            f"that can serve adapters beside them: {engines_with(ADAPTERS)}, started with them"
+        )
     if len(ids) == 0:
         raise DataError(f"request {name} has an empty prompt; a policy needs at least one token to go on from")
     if len(ids) >= max_model_len:

@@ -131,7 +131,8 @@ class HttpApp(Starlette):
         return Json(openapi())
 
     async def _models(self, request: Request) -> Response:
-        return Json(ModelList(data=[self._card(name) for name in self._service.models]))
+        names = (*self._service.models, *(one.name for one in self._service.status().adapters))
+        return Json(ModelList(data=[self._card(name) for name in names]))
 
     async def _model(self, request: Request) -> Response:
         name = request.path_params["model"]
@@ -140,9 +141,8 @@ class HttpApp(Starlette):
 
     def _card(self, name: str) -> ModelCard:
         status = self._service.status()
-        return ModelCard(
-            id=name, created=self._started, max_model_len=status.max_model_len, policy_version=status.policy_version
-        )
+        version = next((one.policy_version for one in status.adapters if one.name == name), status.policy_version)
+        return ModelCard(id=name, created=self._started, max_model_len=status.max_model_len, policy_version=version)
 
     # -- what it samples
 
@@ -251,6 +251,7 @@ class HttpApp(Starlette):
             max_new_tokens=self._limits.max_new_tokens,
             stop_token_ids=() if service.codec is None else tuple(service.codec.stop_token_ids),
             has_tokenizer=service.codec is not None,
+            adapters=tuple(one.name for one in status.adapters),
         )
 
 

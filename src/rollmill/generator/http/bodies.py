@@ -106,6 +106,7 @@ class _OpenAi(_Sampling, kw_only=True):
         min_policy_version: refuse if the replica serves an older one.
         deadline_s: longest wait for the whole answer, s; else the header `x-request-timeout`, else 120.
         job: whose request it is.
+        adapter: low-rank adapter that samples; an adapter's name as `model` says the same.
         priority: only 0: within a replica all requests are equal.
         user, metadata, service_tier, store: taken where they change nothing.
     """
@@ -120,6 +121,7 @@ class _OpenAi(_Sampling, kw_only=True):
     min_policy_version: Annotated[int, msgspec.Meta(ge=0)] | None = None
     deadline_s: float | None = None
     job: str | None = None
+    adapter: str | None = None
     priority: int | None = None
     skip_special_tokens: bool | None = None
     user: str | None = None
@@ -217,6 +219,7 @@ class TokenRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     min_policy_version: Annotated[int, msgspec.Meta(ge=0)] | None = None
     deadline_s: float | None = None
     job: str | None = None
+    adapter: str | None = None
     priority: int | None = None
     cache_salt: str | None = None
     output_mode: Literal["tokens"] = "tokens"

@@ -35,12 +35,14 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
         max_new_tokens: the operator's cap for one request, if any.
         stop_token_ids: ids that end a reply of this model.
         has_tokenizer: whether text can be matched.
+        adapters: names that are adapters'.
     """
 
     max_model_len: int
     max_new_tokens: int | None
     stop_token_ids: tuple[int, ...]
     has_tokenizer: bool
+    adapters: tuple[str, ...] = ()
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
@@ -122,6 +124,7 @@ def plan_of(call: Call, *, prompts: Sequence[np.ndarray], headers: Mapping[str, 
             min_policy_version=call.min_policy_version or 0,
             session_id=call.session_id or "",
             job=call.job or "",
+            adapter=call.adapter or (model if (model := call.model or "") in facts.adapters else ""),
         )
         for name, prompt in zip(names, prompts, strict=True)
     )

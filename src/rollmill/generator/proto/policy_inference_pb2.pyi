@@ -67,7 +67,7 @@ class Messages(_message.Message):
     def __init__(self, messages: _Optional[_Iterable[_Union[Message, _Mapping]]] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("request_id", "prompt_ids", "text", "messages", "sampling", "group_key", "deadline_s", "min_policy_version", "wave", "session_id", "siblings", "job", "model", "chunk_tokens")
+    __slots__ = ("request_id", "prompt_ids", "text", "messages", "sampling", "group_key", "deadline_s", "min_policy_version", "wave", "session_id", "siblings", "job", "model", "chunk_tokens", "adapter")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_IDS_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
@@ -82,6 +82,7 @@ class GenerateRequest(_message.Message):
     JOB_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     CHUNK_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     prompt_ids: _containers.RepeatedScalarFieldContainer[int]
     text: str
@@ -96,7 +97,8 @@ class GenerateRequest(_message.Message):
     job: str
     model: str
     chunk_tokens: int
-    def __init__(self, request_id: _Optional[str] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., text: _Optional[str] = ..., messages: _Optional[_Union[Messages, _Mapping]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., group_key: _Optional[str] = ..., deadline_s: _Optional[float] = ..., min_policy_version: _Optional[int] = ..., wave: _Optional[_Union[Wave, _Mapping]] = ..., session_id: _Optional[str] = ..., siblings: _Optional[int] = ..., job: _Optional[str] = ..., model: _Optional[str] = ..., chunk_tokens: _Optional[int] = ...) -> None: ...
+    adapter: str
+    def __init__(self, request_id: _Optional[str] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., text: _Optional[str] = ..., messages: _Optional[_Union[Messages, _Mapping]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., group_key: _Optional[str] = ..., deadline_s: _Optional[float] = ..., min_policy_version: _Optional[int] = ..., wave: _Optional[_Union[Wave, _Mapping]] = ..., session_id: _Optional[str] = ..., siblings: _Optional[int] = ..., job: _Optional[str] = ..., model: _Optional[str] = ..., chunk_tokens: _Optional[int] = ..., adapter: _Optional[str] = ...) -> None: ...
 
 class Sample(_message.Message):
     __slots__ = ("index", "output_ids", "behavior_logprobs", "version_spans", "stop_reason", "timings", "cached_tokens", "text")
@@ -181,14 +183,16 @@ class AbortReply(_message.Message):
     def __init__(self, found: _Optional[bool] = ...) -> None: ...
 
 class ScoreRequest(_message.Message):
-    __slots__ = ("token_ids", "what", "job")
+    __slots__ = ("token_ids", "what", "job", "adapter")
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     WHAT_FIELD_NUMBER: _ClassVar[int]
     JOB_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     what: str
     job: str
-    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., what: _Optional[str] = ..., job: _Optional[str] = ...) -> None: ...
+    adapter: str
+    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., what: _Optional[str] = ..., job: _Optional[str] = ..., adapter: _Optional[str] = ...) -> None: ...
 
 class ScoreReply(_message.Message):
     __slots__ = ("logprobs", "policy_version", "reward")
@@ -201,12 +205,14 @@ class ScoreReply(_message.Message):
     def __init__(self, logprobs: _Optional[_Iterable[float]] = ..., policy_version: _Optional[int] = ..., reward: _Optional[float] = ...) -> None: ...
 
 class LoadWeightsRequest(_message.Message):
-    __slots__ = ("policy_version", "job")
+    __slots__ = ("policy_version", "job", "adapter")
     POLICY_VERSION_FIELD_NUMBER: _ClassVar[int]
     JOB_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
     policy_version: int
     job: str
-    def __init__(self, policy_version: _Optional[int] = ..., job: _Optional[str] = ...) -> None: ...
+    adapter: str
+    def __init__(self, policy_version: _Optional[int] = ..., job: _Optional[str] = ..., adapter: _Optional[str] = ...) -> None: ...
 
 class LoadWeightsReply(_message.Message):
     __slots__ = ("policy_version", "digest", "nbytes", "pull_s", "pause_s", "changed", "canary_difference", "drain_s", "swap_s", "prove_s", "resume_s", "stage_s", "replicas")
@@ -269,7 +275,7 @@ class StatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class StatusReply(_message.Message):
-    __slots__ = ("state", "reason", "policy_version", "digest", "running", "waiting", "kv_used_tokens", "kv_capacity_tokens", "output_tokens", "prefill_tokens", "cached_tokens", "wall_s", "seconds", "max_num_seqs", "max_model_len", "dtype", "finished_turns", "replicas", "host_kv", "guessed_tokens", "accepted_tokens")
+    __slots__ = ("state", "reason", "policy_version", "digest", "running", "waiting", "kv_used_tokens", "kv_capacity_tokens", "output_tokens", "prefill_tokens", "cached_tokens", "wall_s", "seconds", "max_num_seqs", "max_model_len", "dtype", "finished_turns", "replicas", "host_kv", "guessed_tokens", "accepted_tokens", "adapters")
     class SecondsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -298,6 +304,7 @@ class StatusReply(_message.Message):
     HOST_KV_FIELD_NUMBER: _ClassVar[int]
     GUESSED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     ACCEPTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     state: str
     reason: str
     policy_version: int
@@ -319,7 +326,18 @@ class StatusReply(_message.Message):
     host_kv: HostKv
     guessed_tokens: int
     accepted_tokens: int
-    def __init__(self, state: _Optional[str] = ..., reason: _Optional[str] = ..., policy_version: _Optional[int] = ..., digest: _Optional[str] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., kv_used_tokens: _Optional[int] = ..., kv_capacity_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., prefill_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., wall_s: _Optional[float] = ..., seconds: _Optional[_Mapping[str, float]] = ..., max_num_seqs: _Optional[int] = ..., max_model_len: _Optional[int] = ..., dtype: _Optional[str] = ..., finished_turns: _Optional[int] = ..., replicas: _Optional[_Iterable[_Union[FleetMember, _Mapping]]] = ..., host_kv: _Optional[_Union[HostKv, _Mapping]] = ..., guessed_tokens: _Optional[int] = ..., accepted_tokens: _Optional[int] = ...) -> None: ...
+    adapters: _containers.RepeatedCompositeFieldContainer[AdapterStatus]
+    def __init__(self, state: _Optional[str] = ..., reason: _Optional[str] = ..., policy_version: _Optional[int] = ..., digest: _Optional[str] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., kv_used_tokens: _Optional[int] = ..., kv_capacity_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., prefill_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., wall_s: _Optional[float] = ..., seconds: _Optional[_Mapping[str, float]] = ..., max_num_seqs: _Optional[int] = ..., max_model_len: _Optional[int] = ..., dtype: _Optional[str] = ..., finished_turns: _Optional[int] = ..., replicas: _Optional[_Iterable[_Union[FleetMember, _Mapping]]] = ..., host_kv: _Optional[_Union[HostKv, _Mapping]] = ..., guessed_tokens: _Optional[int] = ..., accepted_tokens: _Optional[int] = ..., adapters: _Optional[_Iterable[_Union[AdapterStatus, _Mapping]]] = ...) -> None: ...
+
+class AdapterStatus(_message.Message):
+    __slots__ = ("name", "policy_version", "digest")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    POLICY_VERSION_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    policy_version: int
+    digest: str
+    def __init__(self, name: _Optional[str] = ..., policy_version: _Optional[int] = ..., digest: _Optional[str] = ...) -> None: ...
 
 class HostKv(_message.Message):
     __slots__ = ("used_bytes", "capacity_bytes", "hits", "misses", "evictions", "damaged", "stored_bytes", "restored_bytes")

@@ -164,6 +164,7 @@ def ask_of(message: pb.GenerateRequest) -> Ask:
         session_id=message.session_id,
         group_key=message.group_key,
         wave_id=message.wave.wave_id if message.HasField("wave") else "",
-        min_policy_version=message.min_policy_version,
+        # Of an adapter only its replica knows the version.
+        min_policy_version=0 if message.adapter else message.min_policy_version,
         siblings=message.siblings or 1,
     )

@@ -15,23 +15,23 @@ import numpy as np
 import torch
 
 from rollmill.clock import Clock
-from rollmill.errors import DataError, EngineError, RollmillError, WeightMismatch
+from rollmill.errors import EngineError, RollmillError
 from rollmill.generator.engines.embedded.blocks import Match
 from rollmill.generator.engines.embedded.kv import KvCache
+from rollmill.generator.engines.embedded.low_rank import ServedAdapter, groups_of
 from rollmill.generator.engines.embedded.model import ServedModel
 from rollmill.generator.engines.embedded.prefill import DecodeBatch, PrefillJob, PrefillPlanner
 from rollmill.generator.engines.embedded.recall import Recall
 from rollmill.generator.engines.embedded.rejection import verify
+from rollmill.generator.engines.embedded.scoring import score_tokens
+from rollmill.generator.engines.embedded.shelf import Shelf
 from rollmill.generator.engines.embedded.speculation import Guess, Guesser
-from rollmill.generator.engines.embedded.staging import Staging
+from rollmill.generator.engines.embedded.staging import Staging, repeated_update
 from rollmill.generator.engines.embedded.waves import WaveGate
 from rollmill.generator.engines.meter import SecondsMeter
 from rollmill.generator.engines.protocol import KvPolicy, UpdateReport
 from rollmill.generator.engines.sequence import Sequence
 from rollmill.types import StopReason
-
-_SCORE_ROWS = 64
-"""Rows of logits held at once while scoring."""
 
 _Batches = list[tuple[PrefillJob, list[Sequence]]]
 
@@ -52,6 +52,7 @@ class EngineCore:
         meter: where the seconds go.
         max_wait_s: how long an idle engine holds the first request for company.
         speculator: guesses tokens; `None` never does.
+        max_loras: most adapters served at once beside the base.
     """
 
     def __init__(
@@ -68,10 +69,12 @@ class EngineCore:
         meter: SecondsMeter,
         max_wait_s: float = 0.0,
         speculator: Guesser | None = None,
+        max_loras: int = 0,
     ) -> None:
         self.model = model
         self.staging = Staging(model)
         self.kv, self.speculator = kv, speculator
+        self.shelf = Shelf(max_loras)
         self.recall = None if kv.tier is None else Recall(kv, tier=kv.tier)
         self.policy_version, self.digest = policy_version, digest
         self.max_num_seqs, self.max_model_len = max_num_seqs, max_model_len
@@ -123,7 +126,7 @@ class EngineCore:
     def seconds_to_wake(self) -> float | None:
         """Return the time to the next request deadline or end of a hold, or `None` without requests."""
         now_s = self._clock.now_s()
-        times = [sequence.deadline_s - now_s for sequence in self._living()]
+        times = [sequence.deadline_s - now_s for sequence in self.living()]
         if not self.paused and (hold_s := self._hold_s()) > 0.0:
             times.append(hold_s)
         return max(0.0, min(times)) if times else None
@@ -135,20 +138,29 @@ class EngineCore:
 
         Raises:
             EngineError: if the id is in use, the engine is dirty, or it serves an older version than asked for.
+            ModelError: if its adapter is not loaded.
         """
         request = sequence.request
-        self._refuse_if_dirty()
-        if request.min_policy_version > self.policy_version:
+        self.refuse_if_dirty()
+        if request.adapter:
+            self.shelf.ask(request.adapter)
+        served = self._version_of(sequence)
+        if request.min_policy_version > served:
             raise EngineError(
                 f"request {request.request_id} wants policy version {request.min_policy_version} or newer, this engine "
-                f"serves {self.policy_version}; send it to another replica or wait for the next load"
+                f"serves {served}; send it to another replica or wait for the next load"
             )
-        if any(other.request.request_id == request.request_id for other in self._living()):
+        if any(other.request.request_id == request.request_id for other in self.living()):
             raise EngineError(f"request id {request.request_id} is in use; ids must be unique while a request lives")
         self.gate.arrive(sequence)
         self._open_gate()
 
-    def _living(self) -> list[Sequence]:
+    def _version_of(self, sequence: Sequence) -> int:
+        adapter = self.shelf.served(sequence.request.adapter)
+        return self.policy_version if adapter is None else adapter.policy_version
+
+    def living(self) -> list[Sequence]:
+        """Return every request that has come and is not over."""
         return [*self.running, *self.waiting, *self.gate.held]
 
     def _open_gate(self) -> None:
@@ -160,7 +172,7 @@ class EngineCore:
         self.waiting.extend(coming)
 
     def _fail_wave(self, wave_id: str, error: EngineError) -> None:
-        mates = [s for s in self._living() if s.request.wave is not None and s.request.wave.wave_id == wave_id]
+        mates = [s for s in self.living() if s.request.wave is not None and s.request.wave.wave_id == wave_id]
         self._take_out(mates)
         for sequence in mates:
             sequence.deliver(error)
@@ -168,7 +180,7 @@ class EngineCore:
 
     def abort(self, request_id: str) -> bool:
         """End exactly this request with what it has; its KV is free when this returns."""
-        for sequence in self._living():
+        for sequence in self.living():
             if sequence.request.request_id == request_id:
                 self._remove([sequence], reason=StopReason.ABORT)
                 return True
@@ -176,25 +188,25 @@ class EngineCore:
 
     def abort_one(self, sequence: Sequence) -> None:
         """End this sequence if it still lives."""
-        if sequence in self._living():
+        if sequence in self.living():
             self._remove([sequence], reason=StopReason.ABORT)
 
     def abort_all(self) -> None:
         """End every request with what it has."""
-        self._remove(self._living(), reason=StopReason.ABORT)
+        self._remove(self.living(), reason=StopReason.ABORT)
 
     def expire(self) -> None:
         """Abort requests whose deadline has passed."""
         now_s = self._clock.now_s()
         for wave_id, error in self.gate.overdue(now_s=now_s):
             self._fail_wave(wave_id, error)
-        late = [sequence for sequence in self._living() if sequence.deadline_s <= now_s]
+        late = [sequence for sequence in self.living() if sequence.deadline_s <= now_s]
         if late:
             self._remove(late, reason=StopReason.ABORT)
 
     def fail_all(self, error: Exception) -> None:
         """Give every request this error."""
-        for sequence in self._living():
+        for sequence in self.living():
             sequence.deliver(error)
         self.kv.forget()
         if self.speculator is not None:
@@ -268,6 +280,7 @@ class EngineCore:
             tables=self.kv.tables(
                 [one for one, fed in runs for _ in fed], width=self.kv.store.needed(int(positions.max()) + 1)
             ),
+            owners=tuple((self.shelf.served(one.request.adapter), len(fed)) for one, fed in runs),
         )
 
     def _run(self, planner: PrefillPlanner, *, decode: DecodeBatch | None = None) -> torch.Tensor:
@@ -275,7 +288,12 @@ class EngineCore:
         work = planner.build(dtype=self.model.dtype, masks=self.model.needs_masks, decode=decode)
         self.prefill_tokens += planner.computed
         return self.model.forward(
-            work.token_ids, positions=work.positions, plan=work.plan, pool=self.kv.pool, keep=work.keep
+            work.token_ids,
+            positions=work.positions,
+            plan=work.plan,
+            pool=self.kv.pool,
+            keep=work.keep,
+            adapters=groups_of(work.owners),
         )
 
     def _sample(self, logits: torch.Tensor, *, guesses: list[Guess]) -> None:
@@ -292,9 +310,9 @@ class EngineCore:
         self.decode_passes += 1
 
     def _keep(self, sequence: Sequence, drawn: list[tuple[int, float]], *, guess: Guess) -> None:
-        right = 0
+        right, version = 0, self._version_of(sequence)
         for place, (token, logprob) in enumerate(drawn):
-            sequence.append(token, logprob=logprob, policy_version=self.policy_version)
+            sequence.append(token, logprob=logprob, policy_version=version)
             self.output_tokens += 1
             as_guessed = place < len(guess.tokens) and token == guess.tokens[place]
             right += as_guessed
@@ -392,6 +410,7 @@ class EngineCore:
                 and not other.count
                 and other.request.group_key == head.request.group_key
                 and other.prompt_key == head.prompt_key
+                and other.request.adapter == head.request.adapter
             ]
         return mates[:limit]
 
@@ -401,9 +420,12 @@ class EngineCore:
         A prompt that exceeds what is left of the pass, or whose blocks are not there, waits for a later one; one that
         exceeds a whole pass is computed in chunks, each of which becomes the prefix that the next one starts from.
         """
-        ids = _all_ids(mates[0])
-        match = self.kv.store.match(ids, limit=len(ids) - 1)  # the last token is computed: its logits are needed
-        sibling, common = planner.best_sibling(ids)
+        ids = mates[0].all_ids()
+        adapter = self.shelf.served(mates[0].request.adapter)
+        space = b"" if adapter is None else adapter.space
+        # The last token is computed: its logits are needed.
+        match = self.kv.store.match(ids, limit=len(ids) - 1, space=space)
+        sibling, common = planner.best_sibling(ids, adapter=adapter)
         left = self.max_num_batched_tokens - len(self.running) - planner.computed
         promises = [self._promised(mate, held=self.kv.store.needed(len(ids))) for mate in mates]
         if self.recall is not None:
@@ -415,6 +437,7 @@ class EngineCore:
                 room=lambda: self._room(entering),
                 promised=promises[0],
                 left=left if planner.jobs else None,
+                space=space,
             )
         if common > match.tokens:
             match = planner.sibling_match(sibling, common=common)
@@ -425,7 +448,7 @@ class EngineCore:
             if not planner.jobs:
                 self._plan_chunk(planner, mates[0], ids[: match.tokens + left], match=match)
             return []
-        job = self._begin(ids, match=match, promises=promises, room=self._room(entering))
+        job = self._begin(ids, match=match, promises=promises, room=self._room(entering), adapter=adapter)
         if job is None:
             return []
         planner.add(job, sibling=sibling, common=common)
@@ -433,7 +456,8 @@ class EngineCore:
         return mates[: len(job.tables)]
 
     def _plan_chunk(self, planner: PrefillPlanner, head: Sequence, ids: np.ndarray, *, match: Match) -> None:
-        job = self._begin(ids, match=match, promises=[0], room=self._room([]))
+        adapter = self.shelf.served(head.request.adapter)
+        job = self._begin(ids, match=match, promises=[0], room=self._room([]), adapter=adapter)
         if job is not None:
             job.wants_logits = False
             planner.add(job)
@@ -441,15 +465,24 @@ class EngineCore:
             before = self._chunked[1] if self._chunked[0] is head else 0
             self._chunked = head, before + planner.computed
 
-    def _begin(self, ids: np.ndarray, *, match: Match, promises: list[int], room: int | None) -> PrefillJob | None:
+    def _begin(
+        self,
+        ids: np.ndarray,
+        *,
+        match: Match,
+        promises: list[int],
+        room: int | None,
+        adapter: ServedAdapter | None,
+    ) -> PrefillJob | None:
         """Return the job of a prompt with blocks for as many siblings as there is room for, or `None`."""
-        tables = self.kv.begin(match, tokens=len(ids), promises=promises, room=room)
+        space = b"" if adapter is None else adapter.space
+        tables = self.kv.begin(match, tokens=len(ids), promises=promises, room=room, space=space)
         if not tables and room is None:
             # Nobody runs, so all blocks are to be had, except those that lie about for later.
             self.kv.drop_chunk()
             match = match.without_tail(self.kv.store.size)
-            tables = self.kv.begin(match, tokens=len(ids), promises=promises, room=None)
-        return PrefillJob(ids, tables, resident=match.tokens) if tables else None
+            tables = self.kv.begin(match, tokens=len(ids), promises=promises, room=None, space=space)
+        return PrefillJob(ids, tables, resident=match.tokens, adapter=adapter) if tables else None
 
     def _start(self, batches: _Batches, *, started_s: float, first: int) -> list[int]:
         """Put admitted sequences into the batch; return the row of logits that each samples its next token from."""
@@ -504,12 +537,13 @@ class EngineCore:
         if not self.paused:
             raise EngineError(f"update to policy version {policy_version} while running: pause the engine first")
         if policy_version == self.policy_version and self.dirty_reason is None:
-            return self._repeated(policy_version, digest=digest)
+            return repeated_update(policy_version, digest=digest, served=self.digest)
         if policy_version < self.policy_version:
             raise EngineError(
                 f"update to policy version {policy_version}, but {self.policy_version} is served: versions only rise; "
                 "to roll back, publish the old weights under a new version"
             )
+        self.shelf.refuse_update(policy_version)
         started_s = self._clock.now_s()
         # An exchange of pointers, which cannot fail half way; what was not staged is written into the serving set.
         swapped = self.staging.swap(tensors, policy_version=policy_version)
@@ -523,7 +557,7 @@ class EngineCore:
             self.policy_version, self.digest, self.dirty_reason = policy_version, digest, None
             self.flush()
             if kv == "recompute":
-                self._retract()
+                self.retract(list(self.running))
         except (RuntimeError, TypeError, ValueError, OSError, RollmillError) as error:
             self._spoil(policy_version, error=error)
             raise EngineError(self.dirty_reason) from error
@@ -533,16 +567,6 @@ class EngineCore:
         nbytes = self.model.weight_bytes
         return UpdateReport(policy_version=policy_version, nbytes=nbytes, pause_s=pause_s, changed=True)
 
-    def _repeated(self, policy_version: int, *, digest: str) -> UpdateReport:
-        if digest != self.digest:
-            raise WeightMismatch(
-                f"policy version {policy_version} is served with digest {self.digest}, the repeated update says "
-                f"{digest}: two publications share a number; clear the repository",
-                published=digest,
-                served=self.digest,
-            )
-        return UpdateReport(policy_version=policy_version, nbytes=0, pause_s=0.0, changed=False)
-
     def _spoil(self, policy_version: int, *, error: Exception) -> None:
         """Weights are part old, part new: end what runs (its tokens are sound), refuse what waits, serve nothing."""
         self.dirty_reason = (
@@ -550,45 +574,26 @@ class EngineCore:
             "served until a later version loads completely"
         )
         self.flush()
-        self._remove([s for s in self._living() if s.count], reason=StopReason.ABORT)
+        self._remove([s for s in self.living() if s.count], reason=StopReason.ABORT)
         self.fail_all(EngineError(self.dirty_reason))
 
-    def _retract(self) -> None:
+    def retract(self, sequences: list[Sequence]) -> None:
         """Put running sequences in front of the queue: their KV is made again under the weights served now."""
-        self.kv.forget()
-        self.waiting.extendleft(reversed(self.running))
-        self.running.clear()
+        self.kv.retract(sequences)
+        self.running = [sequence for sequence in self.running if sequence not in sequences]
+        self.waiting.extendleft(reversed(sequences))
 
     @torch.inference_mode()
-    def score(self, token_ids: np.ndarray) -> np.ndarray:
+    def score(self, token_ids: np.ndarray, *, adapter: ServedAdapter | None = None) -> np.ndarray:
         """Return float32 [n - 1] log-probs under temperature 1, see the engine protocol."""
-        self._refuse_if_dirty()
-        ids = np.ascontiguousarray(token_ids, dtype=np.int64)
-        if not 2 <= len(ids) <= self.max_model_len or ids.min() < 0 or ids.max() >= self.model.vocabulary_size:
-            raise DataError(
-                f"cannot score {len(ids)} token ids: 2 to {self.max_model_len} of a vocabulary of "
-                f"{self.model.vocabulary_size} are accepted"
-            )
-        out = np.empty(len(ids) - 1, dtype=np.float32)
-        for start in range(0, len(ids) - 1, _SCORE_ROWS):
-            stop = min(start + _SCORE_ROWS, len(ids) - 1)
-            planner = PrefillPlanner(self.kv.store.size)
-            planner.add(PrefillJob(ids[:stop], (self.kv.scratch,), resident=start))
-            work = planner.build(dtype=self.model.dtype, masks=False)
-            logits = self.model.forward(
-                work.token_ids, positions=work.positions, plan=work.plan, pool=self.kv.pool, keep=None
-            ).float()
-            targets = torch.from_numpy(ids[start + 1 : stop + 1])[:, None]
-            out[start:stop] = (logits.gather(1, targets)[:, 0] - logits.logsumexp(-1)).numpy()
-        return out
+        self.refuse_if_dirty()
+        return score_tokens(self.model, token_ids, kv=self.kv, max_model_len=self.max_model_len, adapter=adapter)
 
-    def _refuse_if_dirty(self) -> None:
+    def refuse_if_dirty(self) -> None:
+        """Refuse whatever computes while the weights are part old, part new.
+
+        Raises:
+            EngineError: with the reason.
+        """
         if self.dirty_reason is not None:
             raise EngineError(f"the engine is dirty: {self.dirty_reason}")
-
-
-def _all_ids(sequence: Sequence) -> np.ndarray:
-    """Return int64 [n], every token of a sequence: its KV and the logits behind it are what it goes on from."""
-    if not sequence.count:
-        return sequence.prompt
-    return np.append(sequence.kv_ids(), sequence.last_token)

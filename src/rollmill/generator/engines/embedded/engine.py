@@ -28,17 +28,27 @@ import numpy as np
 import torch
 
 from rollmill.clock import Clock
-from rollmill.errors import ConfigError, EngineDead, EngineError
-from rollmill.generator.engines.embedded.budget import KvBudget, MemoryParts, plan_kv
+from rollmill.errors import ConfigError, EngineDead, EngineError, ModelError
+from rollmill.generator.engines.embedded.budget import plan_kv
 from rollmill.generator.engines.embedded.core import EngineCore
+from rollmill.generator.engines.embedded.desk import AdapterDesk
 from rollmill.generator.engines.embedded.drafting import Drafter, DraftModel
-from rollmill.generator.engines.embedded.host_tier import HostTier
 from rollmill.generator.engines.embedded.kv import BLOCK_TOKENS, KvCache
 from rollmill.generator.engines.embedded.linears import KernelChoice
+from rollmill.generator.engines.embedded.memory import beside_kv, host_tier, with_adapters
 from rollmill.generator.engines.embedded.model import Quantization, ServedModel
 from rollmill.generator.engines.embedded.speculation import Speculator
 from rollmill.generator.engines.meter import SecondsMeter
-from rollmill.generator.engines.protocol import EngineInfo, EngineLoad, KvPolicy, OnTokens, PauseMode, UpdateReport
+from rollmill.generator.engines.protocol import (
+    ADAPTERS,
+    AdapterInfo,
+    EngineInfo,
+    EngineLoad,
+    KvPolicy,
+    OnTokens,
+    PauseMode,
+    UpdateReport,
+)
 from rollmill.generator.engines.sequence import Sequence, check_request
 from rollmill.types import GenerateRequest, TokenChunk, Turn
 
@@ -103,6 +113,8 @@ class EmbeddedEngine:
         draft: the small model of `draft`, of the same vocabulary.
         kernels: whether compiled kernels multiply with the weights: `auto`, `native` or `torch`.
         quantization: `int8` keeps the weights of linear layers in eight bits, with a factor per 32 inputs.
+        max_loras: most low-rank adapters served at once beside the weights; 0 serves none.
+        max_lora_rank: greatest rank of one; memory is set aside by it.
         before_step: called on the worker thread before each step; an exception from it kills the engine. For fault
             injection and for tests that hold the engine between two steps.
         model: made from these arguments before, and holding these weights; made here if `None`.
@@ -137,13 +149,20 @@ class EmbeddedEngine:
         draft: DraftModel | None = None,
         kernels: KernelChoice = "auto",
         quantization: Quantization = "none",
+        max_loras: int = 0,
+        max_lora_rank: int = 32,
         before_step: Callable[[], None] | None = None,
         model: ServedModel | None = None,
     ) -> None:
         self._clock = clock
         if model is None:
             model = ServedModel(
-                path, dtype=getattr(torch, dtype), tensors=tensors, kernels=kernels, quantization=quantization
+                path,
+                dtype=getattr(torch, dtype),
+                tensors=tensors,
+                kernels=kernels,
+                quantization=quantization,
+                adapters=max_loras > 0,
             )
         # Building the engine is its process's start-up; the engine's own seconds begin when it is made.
         self._meter = SecondsMeter(clock, cause="startup")
@@ -168,13 +187,23 @@ class EmbeddedEngine:
             block_tokens=BLOCK_TOKENS,
             max_num_seqs=max_num_seqs,
             max_model_len=max_model_len,
-            parts=_beside_kv(
-                model, draft, staged=stage_weights, limit=limit, max_num_seqs=max_num_seqs, max_model_len=max_model_len
+            parts=with_adapters(
+                beside_kv(
+                    model,
+                    draft,
+                    staged=stage_weights,
+                    limit=limit,
+                    max_num_seqs=max_num_seqs,
+                    max_model_len=max_model_len,
+                ),
+                model=model,
+                rank=max_lora_rank,
+                count=max_loras,
             ),
             kv_cache_memory_bytes=kv_cache_memory_bytes,
             memory_limit_bytes=memory_limit_bytes,
         )
-        self._tier = _host_tier(host_kv_directory, nbytes=host_kv_bytes, budget=self._budget, clock=clock)
+        self._tier = host_tier(host_kv_directory, nbytes=host_kv_bytes, budget=self._budget, clock=clock)
         _log.info("%s", self._kv_text())
         self._core = EngineCore(
             model,
@@ -190,6 +219,7 @@ class EmbeddedEngine:
             ),
             max_wait_s=max_wait_ms / 1e3,
             speculator=Speculator() if speculation == "ngram" else None,
+            max_loras=max_loras,
             clock=clock,
             meter=self._meter,
         )
@@ -207,9 +237,23 @@ class EmbeddedEngine:
         self._thread.start()
         # One thread: what is staged next waits until what was given up has let go of the spare buffers.
         self._stager = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rollmill-staging")
+        self._desk = None
+        if model.low_rank is not None:
+            self._desk = AdapterDesk(
+                self._core,
+                low_rank=model.low_rank,
+                max_lora_rank=max_lora_rank,
+                between_steps=self._call,
+                beside=self._on_stager,
+            )
         atexit.register(self._close_at_exit)
 
     # -- engine protocol
+
+    @property
+    def adapters(self) -> AdapterDesk | None:
+        """Load adapters and serve them beside the weights; `None` if the engine was made without places for them."""
+        return self._desk
 
     def info(self) -> EngineInfo:
         """Return what this engine is and can do."""
@@ -226,10 +270,18 @@ class EmbeddedEngine:
             policy_version=core.policy_version,
             digest=core.digest,
             kv_budget=self._kv_text(),
+            adapters=tuple(
+                AdapterInfo(name=one.name, policy_version=one.policy_version, digest=one.digest)
+                for one in core.shelf.all()
+            ),
         )
 
     def _capabilities(self) -> tuple[str, ...]:
-        has = {"native_kernels": self._core.model.native_kernels, "host_kv": self._tier is not None}
+        has = {
+            "native_kernels": self._core.model.native_kernels,
+            "host_kv": self._tier is not None,
+            ADAPTERS: self._desk is not None,
+        }
         return (*CAPABILITIES, *(name for name, there in has.items() if there))
 
     def _kv_text(self) -> str:
@@ -242,6 +294,7 @@ class EmbeddedEngine:
 
         Raises:
             DataError: if the prompt or its parameters do not fit.
+            ModelError: if its adapter is not loaded.
             EngineError: if the id is in use or the engine is dirty.
             EngineDead: if the worker thread has ended, with its first error as the cause.
 
@@ -249,7 +302,12 @@ class EmbeddedEngine:
             aborts the request and frees its KV at the next step.
         """
         core = self._core
-        check_request(request, vocabulary_size=core.model.vocabulary_size, max_model_len=core.max_model_len)
+        check_request(
+            request,
+            vocabulary_size=core.model.vocabulary_size,
+            max_model_len=core.max_model_len,
+            adapters=self._desk is not None,
+        )
         turn: Future[Turn] = Future()
 
         def deliver(result: Turn | Exception) -> None:
@@ -266,7 +324,7 @@ class EmbeddedEngine:
         def submit() -> None:
             try:
                 core.submit(sequence)
-            except EngineError as error:
+            except (EngineError, ModelError) as error:
                 deliver(error)
 
         self._post(submit, turn)
@@ -308,14 +366,11 @@ class EmbeddedEngine:
         def gives_up() -> bool:
             return given_up.is_set() or self._closing
 
-        with self._wake:
-            if self._closing:
-                raise self._dead()
-            work = self._stager.submit(
-                self._core.staging.write, tensors, policy_version=policy_version, gives_up=gives_up
-            )
+        def write() -> bool:
+            return self._core.staging.write(tensors, policy_version=policy_version, gives_up=gives_up)
+
         try:
-            ready = await asyncio.wrap_future(work)
+            ready = await self._on_stager(write)
         except asyncio.CancelledError:
             given_up.set()
             raise
@@ -394,6 +449,13 @@ class EmbeddedEngine:
         self._thread.join(_JOIN_S)
 
     # -- handing over to the worker
+
+    async def _on_stager(self, work: Callable[[], R]) -> R:
+        with self._wake:
+            if self._closing:
+                raise self._dead()
+            future = self._stager.submit(work)
+        return await asyncio.wrap_future(future)
 
     async def _call(self, command: Callable[[], R]) -> R:
         done: Future[R] = Future()
@@ -510,31 +572,6 @@ class EmbeddedEngine:
     def _score_now(self, token_ids: np.ndarray) -> np.ndarray:
         self._meter.switch("weight_load" if self._core.paused else "prefill")  # a canary, or a reader's question
         return self._core.score(token_ids)
-
-
-def _host_tier(folder: str | Path | None, *, nbytes: int | None, budget: KvBudget, clock: Clock) -> HostTier | None:
-    if nbytes is None:
-        return None
-    if folder is None:
-        raise ConfigError(
-            f"generator.host_kv_bytes is {nbytes} and generator.host_kv_directory is not set: on a CPU the tier is a "
-            "file, and you say on which disk. Name a folder, or leave both out"
-        )
-    block_bytes, tokens = budget.block_bytes, budget.block_tokens
-    return HostTier(Path(folder), nbytes=nbytes, block_bytes=block_bytes, block_tokens=tokens, clock=clock)
-
-
-def _beside_kv(
-    model: ServedModel, draft: DraftModel | None, *, staged: bool, limit: int, max_num_seqs: int, max_model_len: int
-) -> MemoryParts:
-    """Return what takes memory beside KV; a draft's weights are there once, for they are never swapped."""
-    rows = max_num_seqs if draft is None else min(limit, max_num_seqs * (1 + draft.tokens))
-    weights = model.buffer_bytes * (2 if staged else 1)
-    activations = model.activation_bytes(tokens=limit, rows=rows, length=max_model_len)
-    if draft is not None:
-        weights += draft.model.buffer_bytes
-        activations += draft.model.activation_bytes(tokens=limit, rows=rows, length=max_model_len)
-    return MemoryParts(weights=weights, activations=activations)
 
 
 def _on_this_loop(on_tokens: OnTokens) -> OnTokens:

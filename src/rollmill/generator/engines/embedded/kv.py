@@ -6,6 +6,7 @@ admission: it is told how many blocks others were promised, and says whether a s
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -64,7 +65,9 @@ class KvCache:
         """Return whether the KV of a running sequence was made since the last flush."""
         return self._tables[sequence].epoch == self.store.epoch
 
-    def begin(self, match: Match, *, tokens: int, promises: list[int], room: int | None) -> tuple[BlockTable, ...]:
+    def begin(
+        self, match: Match, *, tokens: int, promises: list[int], room: int | None, space: bytes = b""
+    ) -> tuple[BlockTable, ...]:
         """Return tables for as many of the sequences that start from the same tokens as there are blocks for.
 
         Args:
@@ -73,6 +76,7 @@ class KvCache:
             promises: blocks that each of them must find later, in order.
             room: blocks that may be taken, what is promised included; `None` takes all there are for the first
                 sequence, whatever it was promised.
+            space: whose KV it is, see `BlockStore.root`.
 
         Returns:
             one table for each sequence that fits, from the first on.
@@ -96,7 +100,7 @@ class KvCache:
             else:
                 first = list(match.blocks)
                 store.share(first)
-            tables.append(BlockTable(blocks=[*first, *store.allocate(own)], epoch=store.epoch))
+            tables.append(BlockTable(blocks=[*first, *store.allocate(own)], epoch=store.epoch, space=space))
         if tables:
             tables[0].chain.extend(match.chain)
             self._copy_tails(match, tables, last=last)
@@ -246,10 +250,25 @@ class KvCache:
 
     def forget(self) -> None:
         """Take the blocks of all running sequences, without making them known."""
-        for table in self._tables.values():
-            self.store.release(table.blocks)
-        self._tables.clear()
+        self.retract(list(self._tables))
         self.flush()
+
+    def retract(self, sequences: Iterable[Sequence]) -> None:
+        """Take the blocks of these, without making them known."""
+        for sequence in sequences:
+            self.store.release(self._tables.pop(sequence).blocks)
+
+    def disown(self, sequences: Iterable[Sequence]) -> None:
+        """Let these go on with what they hold; it is never made known: what computed it is served no more."""
+        for sequence in sequences:
+            self._tables[sequence].epoch = -1
+
+    def forget_space(self, space: bytes) -> None:
+        """Forget what is known of one space, here and on the tier."""
+        self.drop_chunk()
+        self.store.forget_space(space)
+        if self.tier is not None:
+            self.tier.forget_space(space)
 
     def tables(self, sequences: list[Sequence], *, width: int) -> np.ndarray:
         """Return int64 [n, width], the blocks of each; what a sequence has not got is block 0."""

@@ -36,6 +36,7 @@ from rollmill.generator.engines.embedded.linears import (
     choose_kernels,
     destinations,
 )
+from rollmill.generator.engines.embedded.low_rank import LowRank, PlainPacking, RowGroups
 from rollmill.generator.engines.embedded.native import DIM_STEP, Kernels
 
 Quantization = Literal["none", "int8"]
@@ -92,6 +93,7 @@ class ServedModel:
         tensors: the first weights; checked like every later set.
         kernels: whether compiled kernels compute the linear layers: `auto`, `native` or `torch`.
         quantization: `int8` keeps the weights of linear layers in eight bits; needs the compiled kernels.
+        adapters: whether low-rank adapters may be served beside the weights.
 
     Raises:
         ModelError: if the architecture cannot be served, the probe disagrees, or `native` or `int8` cannot be had.
@@ -106,6 +108,7 @@ class ServedModel:
         tensors: Mapping[str, torch.Tensor],
         kernels: KernelChoice = "auto",
         quantization: Quantization = "none",
+        adapters: bool = False,
     ) -> None:
         config = read_config(path)
         check_architecture(config)
@@ -118,6 +121,8 @@ class ServedModel:
         self._attention = choose_attention(kernels)
         self.quantization = quantization
         self._destinations = destinations(self._model, packing=_packing(compiled, quantization=quantization))
+        products = PlainPacking() if compiled is None else Float32Packing(compiled)
+        self.low_rank = LowRank(self._model, packing=products) if adapters else None
         text = config.get_text_config()
         self.layers = int(text.num_hidden_layers)
         self.kv_heads = int(getattr(text, "num_key_value_heads", None) or text.num_attention_heads)
@@ -226,6 +231,7 @@ class ServedModel:
         plan: ForwardPlan,
         pool: BlockPool,
         keep: torch.Tensor | None,
+        adapters: RowGroups = (),
     ) -> torch.Tensor:
         """Run packed tokens and return logits `[kept, vocabulary]`.
 
@@ -235,8 +241,11 @@ class ServedModel:
             plan: what is written and read.
             pool: where KV lies.
             keep: int64 [kept], packed tokens whose logits are wanted; `None` keeps all.
+            adapters: whose tokens are computed with more than the base's weights.
         """
         pool.plan = plan
+        if self.low_rank is not None:
+            self.low_rank.rows.groups = adapters
         try:
             out = self._model(
                 input_ids=token_ids[None],
@@ -249,6 +258,8 @@ class ServedModel:
             )
         finally:
             pool.plan = None
+            if self.low_rank is not None:
+                self.low_rank.rows.groups = ()
         return out.logits[0]
 
     def _probe(self) -> None:

@@ -16,6 +16,7 @@ import torch
 
 from rollmill.generator.engines.embedded.attention import ForwardPlan, Segment, causal_mask, decode_mask
 from rollmill.generator.engines.embedded.blocks import BlockTable, Match
+from rollmill.generator.engines.embedded.low_rank import ServedAdapter
 from rollmill.generator.engines.embedded.prefixes import common_prefix
 
 
@@ -31,6 +32,7 @@ class PrefillJob:
         resident: leading tokens that others have written or will write in this pass.
         shared: leading tokens that are not computed by this job.
         in_flight: leading tokens in blocks that an earlier job of this pass writes.
+        adapter: computes it beside the base's weights; jobs of different ones share nothing.
     """
 
     ids: np.ndarray
@@ -39,16 +41,23 @@ class PrefillJob:
     resident: int = 0
     shared: int = 0
     in_flight: int = 0
+    adapter: ServedAdapter | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class PackedPass:
-    """One packed forward pass, ready to run. `keep` names the tokens whose logits are wanted; `None` means all."""
+    """One packed forward pass, ready to run.
+
+    Attributes:
+        keep: the tokens whose logits are wanted; `None` means all.
+        owners: runs of tokens, in their order: whose adapter computes them, how many.
+    """
 
     token_ids: torch.Tensor
     positions: torch.Tensor
     plan: ForwardPlan
     keep: torch.Tensor | None
+    owners: tuple[tuple[ServedAdapter | None, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,11 +68,13 @@ class DecodeBatch:
         token_ids: int64 [n].
         positions: int64 [n].
         tables: int64 [n, blocks], the blocks of each one's sequence.
+        owners: runs of tokens as in `PackedPass`; empty if the base alone computes them.
     """
 
     token_ids: np.ndarray
     positions: np.ndarray
     tables: np.ndarray
+    owners: tuple[tuple[ServedAdapter | None, int], ...] = ()
 
 
 @dataclass(slots=True)
@@ -79,10 +90,17 @@ class PrefillPlanner:
     computed: int = 0
     _rows: list[np.ndarray] = field(default_factory=list)
 
-    def best_sibling(self, ids: np.ndarray) -> tuple[int, int]:
-        """Return (index of the job with the longest common prefix, its length); length 0 if there is none."""
+    def best_sibling(self, ids: np.ndarray, *, adapter: ServedAdapter | None = None) -> tuple[int, int]:
+        """Return (index of the job with the longest common prefix, its length); length 0 if there is none.
+
+        Args:
+            ids: int64 [n], the prompt.
+            adapter: that computes it; the job's must be the same.
+        """
         best, length = -1, 0
         for index, job in enumerate(self.jobs):
+            if job.adapter is not adapter:
+                continue
             common = min(common_prefix(job.ids, ids), len(ids) - 1)
             if common > length:
                 best, length = index, common
@@ -129,6 +147,7 @@ class PrefillPlanner:
             positions.insert(0, decode.positions)
             writes.insert(0, _decode_writes(decode, size=self.size))
         keep, segments = list(range(first)), []
+        owners = [] if decode is None else [*(decode.owners or ((None, first),))]
         end = first
         for job in self.jobs:
             fresh = len(job.ids) - job.shared
@@ -136,6 +155,7 @@ class PrefillPlanner:
             table = torch.tensor(job.tables[0].blocks[: -(-len(job.ids) // self.size)])
             segments.append(Segment(table=table, first_row=end, rows=fresh, mask=mask))
             end += fresh
+            owners.append((job.adapter, fresh))
             if job.wants_logits:
                 keep.append(end - 1)
         write = torch.from_numpy(np.concatenate(writes, axis=1))
@@ -151,6 +171,7 @@ class PrefillPlanner:
             positions=torch.from_numpy(np.concatenate(positions)),
             plan=plan,
             keep=torch.tensor(keep or [0], dtype=torch.int64) if self.jobs else None,
+            owners=tuple(owners),
         )
 
     def _writes(self, index: int, *, offset: int) -> np.ndarray:

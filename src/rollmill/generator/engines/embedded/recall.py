@@ -37,6 +37,7 @@ class Recall:
         room: Callable[[], int | None],
         promised: int,
         left: int | None,
+        space: bytes = b"",
     ) -> Match:
         """Return what is known of a prompt once KV came back, if it fits, pays, and the prompt enters the pass.
 
@@ -48,12 +49,13 @@ class Recall:
             room: gives the blocks that nobody was promised; `None` where nobody runs.
             promised: blocks that the sequence must find later.
             left: tokens that may be added to the pass, if a prompt with more of them has to wait; `None` if not.
+            space: the match's.
         """
         kv, limit = self._kv, len(ids) - 1
         if not kv.uses_tier(head):
             return match
         known = max(match.tokens, common)
-        found = kv.on_tier(ids, match=match, limit=limit)
+        found = kv.on_tier(ids, match=match, limit=limit, space=space)
         if found.tokens <= known or (left is not None and len(ids) - found.tokens > left):
             return match
         # One block more: the last piece may have to be copied before it is written behind.
@@ -64,7 +66,7 @@ class Recall:
         if not self._tier.costs.decide_load(nbytes=found.nbytes, tokens=found.tokens - known):
             return match
         kv.bring_back(found, match=match)
-        match = kv.store.match(ids, limit=limit)
+        match = kv.store.match(ids, limit=limit, space=space)
         head.restored_tokens += max(0, match.tokens - known)
         return match
 

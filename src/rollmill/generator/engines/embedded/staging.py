@@ -18,8 +18,9 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from rollmill.errors import EngineError
+from rollmill.errors import EngineError, WeightMismatch
 from rollmill.generator.engines.embedded.model import ServedModel
+from rollmill.generator.engines.protocol import UpdateReport
 
 
 class _Ready:
@@ -95,3 +96,19 @@ class Staging:
             self._ready = None
             self._model.swap()
             return True
+
+
+def repeated_update(policy_version: int, *, digest: str, served: str) -> UpdateReport:
+    """Return what an update to the version that is served did: nothing.
+
+    Raises:
+        WeightMismatch: if it is not the publication that is served.
+    """
+    if digest != served:
+        raise WeightMismatch(
+            f"policy version {policy_version} is served with digest {served}, the repeated update says {digest}: two "
+            "publications share a number; clear the repository",
+            published=digest,
+            served=served,
+        )
+    return UpdateReport(policy_version=policy_version, nbytes=0, pause_s=0.0, changed=False)

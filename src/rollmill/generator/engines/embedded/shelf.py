@@ -1,0 +1,124 @@
+"""Which adapters are loaded beside the base, and who has to go when there are too many.
+
+Pure bookkeeping. One version of each name is served. Beyond the limit the least recently asked for goes, never one that
+a request uses.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+
+from rollmill.errors import EngineError, ModelError, Overloaded, WeightMismatch
+from rollmill.generator.engines.embedded.low_rank import ServedAdapter
+
+_RETRY_S = 1.0
+
+
+class Shelf:
+    """Adapters by name, least recently asked for first.
+
+    Args:
+        limit: most of them.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self._by_use: OrderedDict[str, ServedAdapter] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._by_use)
+
+    def all(self) -> tuple[ServedAdapter, ...]:
+        """Return what is loaded; may be called from another thread."""
+        return tuple(self._by_use.copy().values())
+
+    def ask(self, name: str) -> ServedAdapter:
+        """Return an adapter for a request, which makes it the most recently asked for.
+
+        Raises:
+            ModelError: if it is not loaded, naming those that are.
+        """
+        adapter = self._by_use.get(name)
+        if adapter is None:
+            loaded = ", ".join(map(repr, self._by_use)) or "none"
+            raise ModelError(f"adapter {name!r} is not loaded here; loaded are: {loaded}. Load it, or leave it out")
+        self._by_use.move_to_end(name)
+        return adapter
+
+    def served(self, name: str) -> ServedAdapter | None:
+        """Return the version of a name that is served, which a living request relies on; `None` for the base."""
+        return self._by_use[name] if name else None
+
+    def is_there(self, adapter: ServedAdapter) -> bool:
+        """Return whether this very version is served, so that putting it again changes nothing.
+
+        Raises:
+            EngineError: if a newer version is.
+            WeightMismatch: if another publication of this version is.
+        """
+        served = self._by_use.get(adapter.name)
+        if served is None or adapter.policy_version > served.policy_version:
+            return False
+        if adapter.policy_version < served.policy_version:
+            raise EngineError(
+                f"adapter {adapter.name!r}: policy version {adapter.policy_version} was to be loaded, and "
+                f"{served.policy_version} is served: versions only rise; to roll back, publish the old one anew"
+            )
+        if adapter.digest != served.digest:
+            raise WeightMismatch(
+                f"adapter {adapter.name!r}: policy version {adapter.policy_version} is served with digest "
+                f"{served.digest}, and was to be loaded with {adapter.digest}: two publications share a number",
+                published=adapter.digest,
+                served=served.digest,
+            )
+        return True
+
+    def refuse_update(self, policy_version: int) -> None:
+        """Refuse new weights under what is loaded: an adapter is a difference to the base that it was trained on.
+
+        Raises:
+            EngineError: naming the adapters.
+        """
+        if self._by_use:
+            raise EngineError(
+                f"policy version {policy_version} of the base was to be loaded under the adapters "
+                f"{', '.join(map(repr, self._by_use))}, which belong to the base that is served. Drop them first, or "
+                "start a replica for the new base"
+            )
+
+    def put(self, adapter: ServedAdapter, *, in_use: Callable[[str], bool]) -> list[ServedAdapter]:
+        """Serve an adapter, and return those that are not served any more: its older version, and who had to go.
+
+        Args:
+            in_use: says whether a request uses a name.
+
+        Raises:
+            Overloaded: if there is no place, because requests use all others.
+        """
+        gone: list[ServedAdapter] = []
+        older = self._by_use.get(adapter.name)
+        if older is not None:
+            gone.append(older)
+        elif len(self._by_use) >= self.limit:
+            free = next((name for name in self._by_use if not in_use(name)), None)
+            if free is None:
+                raise Overloaded(
+                    f"adapter {adapter.name!r} finds no place: {len(self._by_use)} are loaded (generator.max_loras "
+                    f"{self.limit}) and requests use every one. Ask again later, or raise generator.max_loras",
+                    retry_after_s=_RETRY_S,
+                )
+            gone.append(self._by_use.pop(free))
+        self._by_use[adapter.name] = adapter
+        self._by_use.move_to_end(adapter.name)
+        return gone
+
+    def drop(self, name: str, *, in_use: Callable[[str], bool]) -> ServedAdapter | None:
+        """Serve a name no longer; return what was served, or `None` if nothing was.
+
+        Raises:
+            EngineError: if requests use it.
+        """
+        if name in self._by_use and in_use(name):
+            raise EngineError(f"adapter {name!r} is in use; drop it when its requests have ended, or abort them")
+        return self._by_use.pop(name, None)
