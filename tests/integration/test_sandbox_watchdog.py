@@ -52,15 +52,13 @@ def end_of(
         assert isinstance(provider, NamespaceProvider)
         watchdog = Watchdog(NamespaceOverseen(provider), evidence=DiskEvidence(folder), settings=QUICK)
         bystander = await start(provider)
-        async with asyncio.TaskGroup() as group:
-            running = group.create_task(watchdog.run())
+        async with watchdog, asyncio.TaskGroup() as group:
             victim = await start(provider)
             attacking = group.create_task(_until_death(attack, victim))
             async with asyncio.timeout(30):
                 await until(lambda: bool(watchdog.reports))
             await attacking
             assert (await bystander.exec(["echo", "well"])).stdout == b"well\n"
-            running.cancel()
         assert bystander.death is None
         await bystander.kill()
         (report,) = watchdog.reports

@@ -159,11 +159,8 @@ class Node:
 
 def guard(gate: FakeGate, node: Node, seconds: float, settings: GuardSettings = SETTINGS) -> NodeGuard:
     async def whole() -> NodeGuard:
-        found = NodeGuard(gate, settings=settings, read=node)
-        async with asyncio.TaskGroup() as group:
-            running = group.create_task(found.run())
+        async with NodeGuard(gate, settings=settings, read=node) as found:
             await asyncio.sleep(seconds)
-            running.cancel()
         return found
 
     return run_virtual(whole())

@@ -119,12 +119,10 @@ def watch(
         watchdog = Watchdog(
             overseen, evidence=NoEvidence() if kept is None else kept, settings=settings, pressure=lambda: pressure
         )
-        async with asyncio.TaskGroup() as group:
-            running = group.create_task(watchdog.run())
+        async with watchdog:
             if beside is not None:
                 await beside(watchdog)
             await asyncio.sleep(seconds)
-            running.cancel()
         return watchdog
 
     return run_virtual(whole())
@@ -285,12 +283,10 @@ def test_a_loop_that_is_held_up_shows_as_lateness_and_missed_ticks():
     async def whole() -> Watchdog:
         watchdog = Watchdog(overseen, evidence=NoEvidence())
         clock = asyncio.get_running_loop()._clock  # type: ignore[attr-defined]
-        async with asyncio.TaskGroup() as group:
-            running = group.create_task(watchdog.run())
+        async with watchdog:
             await asyncio.sleep(0.5)
             clock.advance(3.0)  # somebody computes for three seconds without giving the loop back
             await asyncio.sleep(1.0)
-            running.cancel()
         return watchdog
 
     statistics = run_virtual(whole()).statistics()
@@ -324,16 +320,31 @@ def test_whoever_asked_is_told_how_each_end_went():
     overseen.inodes = {"bad": bomb(0.5)}
 
     async def whole() -> None:
-        watchdog = Watchdog(overseen, evidence=NoEvidence(), on_kill=told.append)
-        async with asyncio.TaskGroup() as group:
-            running = group.create_task(watchdog.run())
+        async with Watchdog(overseen, evidence=NoEvidence(), on_kill=told.append):
             await asyncio.sleep(5.0)
-            running.cancel()
 
     run_virtual(whole())
     assert [(one.sandbox_id, one.detail) for one in told] == [
         ("bad", "1000 of 1000 inodes, 990 of them in 3.0 s. Evidence: none is kept")
     ]
+
+
+def test_a_watch_that_fails_by_a_mistake_of_ours_is_told_at_once():
+    told: list[str] = []
+
+    def broken(_: KillReport) -> None:
+        raise RuntimeError("a bug")
+
+    overseen = Scripted()
+    overseen.inodes = {"bad": bomb(0.5)}
+
+    async def whole() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(context["message"]))
+        async with Watchdog(overseen, evidence=NoEvidence(), on_kill=broken):
+            await asyncio.sleep(5.0)
+            assert told == ["the watchdog over sandboxes has failed and does nothing any more"]
+
+    run_virtual(whole())
 
 
 # -- over any provider -----------------------------------------------------------------------------------------------
@@ -365,15 +376,13 @@ def test_over_any_provider_a_bomb_ends_as_the_rollouts_doing_and_its_neighbours_
         lease = Lease(owner="test", ttl_s=1e5)
         sandboxes = {one: await provider.create(SPEC, id=one, lease=lease) for one in ("good", "bad", "dark")}
         watchdog = Watchdog(ProviderOverseen(provider), evidence=NoEvidence())
-        async with asyncio.TaskGroup() as group:
-            running = group.create_task(watchdog.run())
+        async with watchdog, asyncio.TaskGroup() as group:
             working = group.create_task(sandboxes["good"].exec(["sleep", "30"]))
             with pytest.raises(SandboxDead) as raised:
                 await sandboxes["bad"].exec(["litter", "5"])
             assert (raised.value.reason, raised.value.fault) == ("killed_by_policy_inodes", "rollout")
             assert asyncio.get_running_loop().time() < 10.0
             assert (await working).exit_code == 0
-            running.cancel()
         statistics = watchdog.statistics()
         assert statistics.kills == {R.POLICY_INODES: 1}
         # The one that nobody could look at, each time but the last, which was cut off.

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from types import TracebackType
 from typing import Any, Protocol
 
 import msgspec
 
+from rollmill.sandboxes.watchdog.background import Background
 from rollmill.sandboxes.watchdog.guard_law import Evict, Evictable, GuardDecision, GuardState, decide
 from rollmill.sandboxes.watchdog.law import next_tick
 from rollmill.sandboxes.watchdog.node import NodeReader
@@ -49,7 +51,7 @@ async def _in_thread(reader: NodeReader) -> NodeReading:
 
 
 class NodeGuard:
-    """Guards one node.
+    """Guards one node. Use it as an asynchronous context manager, or call `run` in a task of yours.
 
     Args:
         gate: who admits.
@@ -74,6 +76,18 @@ class NodeGuard:
         self._state = GuardState()
         self._stopped_at_s: float | None = None
         self._statistics = GuardStatistics()
+        self._background = Background("the guard of the node")
+
+    async def __aenter__(self) -> NodeGuard:
+        """Begin to guard."""
+        self._background.start(self.run())
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Stop; admission stays as it is."""
+        await self._background.stop()
 
     def statistics(self) -> GuardStatistics:
         """Return what was done so far; time since the last look is not counted yet."""

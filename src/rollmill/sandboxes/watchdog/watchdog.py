@@ -16,11 +16,14 @@ import asyncio
 import time
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Mapping
+from types import TracebackType
 from typing import Any, TypeVar
 
 import msgspec
 
 from rollmill.sandboxes.records import Death, DeathReason
+from rollmill.sandboxes.watchdog.background import Background
+from rollmill.sandboxes.watchdog.evidence import DiskEvidence
 from rollmill.sandboxes.watchdog.law import judge, next_tick, trim
 from rollmill.sandboxes.watchdog.overseen import EvidenceKeeper, Overseen
 from rollmill.sandboxes.watchdog.records import (
@@ -47,12 +50,12 @@ _GRACE_S = 0.1  # a survey keeps its limit by itself; this is for one that does 
 
 
 class Watchdog:
-    """Watches the sandboxes of one provider.
+    """Watches the sandboxes of one provider. Use it as an asynchronous context manager, or call `run` in your own task.
 
     Args:
         overseen: how they are seen and ended.
         settings: the bounds.
-        evidence: where evidence is kept.
+        evidence: where evidence is kept; `None`: on disk, as the settings say.
         pressure: of the node, as last read; must not block.
         on_kill: told how each end went.
 
@@ -61,11 +64,9 @@ class Watchdog:
         >>> from rollmill.testing import FakeSandboxProvider, run_virtual
         >>> async def three_seconds() -> int:
         ...     watchdog = Watchdog(ProviderOverseen(FakeSandboxProvider()), evidence=NoEvidence())
-        ...     try:
-        ...         async with asyncio.timeout(2.5):
-        ...             await watchdog.run()
-        ...     except TimeoutError:
-        ...         return watchdog.statistics().ticks
+        ...     async with watchdog:
+        ...         await asyncio.sleep(2.5)
+        ...     return watchdog.statistics().ticks
         >>> run_virtual(three_seconds())
         3
     """
@@ -74,14 +75,14 @@ class Watchdog:
         self,
         overseen: Overseen,
         *,
-        evidence: EvidenceKeeper,
+        evidence: EvidenceKeeper | None = None,
         settings: WatchdogSettings | None = None,
         pressure: Callable[[], Pressure | None] = lambda: None,
         on_kill: Callable[[KillReport], None] = lambda _: None,
     ) -> None:
         self._overseen = overseen
         self._settings = WatchdogSettings() if settings is None else settings
-        self._evidence = evidence
+        self._evidence = _disk_evidence(self._settings) if evidence is None else evidence
         self._pressure = pressure
         self._on_kill = on_kill
         self._windows: dict[str, list[Sample]] = {}
@@ -92,8 +93,20 @@ class Watchdog:
         self._kills: Counter[DeathReason] = Counter()
         self._failed_steps: Counter[str] = Counter()
         self._statistics = WatchdogStatistics()
+        self._background = Background("the watchdog over sandboxes")
         self.reports: deque[KillReport] = deque(maxlen=_REMEMBERED_KILLS)
         """How the last ends went."""
+
+    async def __aenter__(self) -> Watchdog:
+        """Begin to watch."""
+        self._background.start(self.run())
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Stop; ends that are under way are given their order first."""
+        await self._background.stop()
 
     def statistics(self) -> WatchdogStatistics:
         """Return what was done so far."""
@@ -260,6 +273,10 @@ class Watchdog:
 
     def _count(self, **changes: Any) -> None:
         self._statistics = _changed(self._statistics, **changes)
+
+
+def _disk_evidence(settings: WatchdogSettings) -> DiskEvidence:
+    return DiskEvidence(settings.directory, most_files=settings.evidence_files, most_bytes=settings.evidence_bytes)
 
 
 def _changed(statistics: WatchdogStatistics, **changes: Any) -> WatchdogStatistics:
