@@ -11,11 +11,13 @@ from typing import Any
 from fake_docker import FakeDocker
 from fake_e2b import TOKEN as E2B_TOKEN
 from fake_e2b import FakeE2B
-from rollmill.sandboxes import Provider
+from fake_swerex import FakeSweRex
+from rollmill.sandboxes import IsolationLevel, Provider
 from rollmill.sandboxes.backends.docker import DockerProvider, DockerSettings
 from rollmill.sandboxes.backends.e2b import E2BProvider, E2BSettings
 from rollmill.sandboxes.backends.hosted import HostedProvider
 from rollmill.sandboxes.backends.http import Secret
+from rollmill.sandboxes.backends.swerex import SweRexProvider, SweRexSettings
 from sandbox_builders import RealRig
 
 Opened = tuple[HostedProvider[Any], Any]
@@ -41,16 +43,24 @@ async def open_docker_read_only(engine: Provider, directory: Path) -> Opened:
     return await open_docker(engine, directory, read_only_root=True)
 
 
+async def open_swerex(engine: Provider, directory: Path, **settings: Any) -> Opened:
+    fake = FakeSweRex(engine)
+    await fake.server.start()
+    return SweRexProvider(fake, SweRexSettings(isolation=IsolationLevel.HARDENED, **settings)), fake
+
+
 OPENERS: dict[str, Callable[..., Awaitable[Opened]]] = {
     "docker": open_docker,
     "docker_read_only": open_docker_read_only,
     "e2b": open_e2b,
+    "swerex": open_swerex,
 }
 _CAPPED = frozenset({"capped"})
 LEVELS = {
     "docker": _CAPPED,
     "docker_read_only": _CAPPED,
     "e2b": frozenset({"virtual_machine"}),
+    "swerex": frozenset({"hardened"}),
 }
 
 

@@ -37,6 +37,8 @@ def rig(
 
 def test_another_provider_finds_a_sandbox_by_its_id_and_uses_it(rig):
     async def body(provider: Provider) -> None:
+        if not (await provider.capabilities()).labels:
+            pytest.skip("nothing is written on these sandboxes")
         sandbox = await start(provider, id=new_id())
         other = type(provider)(provider._settings)
         try:

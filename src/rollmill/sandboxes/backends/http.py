@@ -98,15 +98,19 @@ class Refused(SandboxError):
     Attributes:
         status: of HTTP.
         words: what it said.
+        content: the beginning of its body, unread.
         after_s: when it asks to be called again, `None` if it does not say.
     """
 
     code = "sandbox_refused"
 
-    def __init__(self, message: str, *, status: int, words: str, after_s: float | None = None) -> None:
+    def __init__(
+        self, message: str, *, status: int, words: str, content: bytes = b"", after_s: float | None = None
+    ) -> None:
         super().__init__(message)
         self.status = status
         self.words = words
+        self.content = content
         self.after_s = after_s
 
 
@@ -367,7 +371,11 @@ class VendorHttp:
             )
         after_s = retry_after_s(answer.headers.get("retry-after"), now_wall_s=time.time())
         return Refused(
-            f"{self.product} answered {status} to: {what}. {words}", status=status, words=words, after_s=after_s
+            f"{self.product} answered {status} to: {what}. {words}",
+            status=status,
+            words=words,
+            content=content,
+            after_s=after_s,
         )
 
     def clean(self, words: str) -> str:

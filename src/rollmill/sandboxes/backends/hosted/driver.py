@@ -64,6 +64,7 @@ class Command(Record, frozen=True, kw_only=True):
         user: whose rights, root's if empty.
         stdin: its whole input, `None` if it comes later.
         timeout_s: when it will be killed from here; a vendor that can hold to it too may do so later than this.
+        keep_bytes: of each stream, after which output is only counted.
         most_bytes: of output, after which it will be killed from here.
         open_files: bound on descriptors.
         cpu_s: bound on processor seconds, 0 for none.
@@ -75,6 +76,7 @@ class Command(Record, frozen=True, kw_only=True):
     user: str = ""
     stdin: bytes | None = None
     timeout_s: float | None = None
+    keep_bytes: int = 2**62
     most_bytes: int
     open_files: int
     cpu_s: int = 0
@@ -86,10 +88,12 @@ class Output(Record, frozen=True, kw_only=True):
     Attributes:
         stream: `stdout` or `stderr`.
         data: bytes.
+        skipped: how many more there were that were not sent here.
     """
 
     stream: str
     data: bytes
+    skipped: int = 0
 
 
 class Exit(Record, frozen=True, kw_only=True):

@@ -154,14 +154,14 @@ class HostedProcess:
                 if isinstance(event, Exit):
                     self._finish(event)
                     return
-                self._take(event.stream, event.data)
+                self._take(event.stream, event.data, event.skipped)
         except RollmillError as error:
             self.fail(await self._explain(error))
         finally:
             await self._running.close()
 
-    def _take(self, stream: str, data: bytes) -> None:
-        self._produced[stream] += len(data)
+    def _take(self, stream: str, data: bytes, skipped: int) -> None:
+        self._produced[stream] += len(data) + skipped
         kept = self._kept[stream]
         data = data[: max(0, self._cap_bytes - len(kept))]
         if data:

@@ -340,6 +340,7 @@ class HostedSandbox:
             user=user or "",
             stdin=stdin,
             timeout_s=timeout_s,
+            keep_bytes=cap,
             most_bytes=limits.output_bytes,
             open_files=limits.open_files,
             cpu_s=limits.cpu_s,
