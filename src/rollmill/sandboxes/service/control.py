@@ -59,12 +59,12 @@ class ControlFace:
             ("POST", f"/v2{one}/connect", self._connect),
             ("GET", f"{one}/metrics", self._metrics),
             ("PUT", f"{one}/network", self._network),
-            ("POST", f"{one}/snapshots", self._no_snapshots),
-            ("POST", f"{one}/fork", self._no_snapshots),
+            ("POST", f"{one}/snapshots", self._snapshot),
+            ("POST", f"{one}/fork", self._no_fork),
             ("GET", "/snapshots", self._snapshots),
             ("GET", "/templates", self._templates),
             ("GET", "/templates/aliases/{name}", self._alias),
-            ("DELETE", "/templates/{name:path}", self._no_template),
+            ("DELETE", "/templates/{name:path}", self._delete_template),
             ("POST", "/v3/templates", self._no_build),
         ]
         return [Route(path, self._guarded(handler), methods=[method]) for method, path, handler in table]
@@ -107,10 +107,6 @@ class ControlFace:
         asked = await self._body(request, shapes.NewSandbox)
         if missing := asked.unsupported():
             raise HttpProblem(501, f"not to be had here: {missing}. Sandboxes of this service have no network")
-        if asked.auto_pause and asked.auto_pause_memory is False:
-            raise HttpProblem(
-                501, "a pause keeps memory and files here; one that keeps the files alone is not to be had"
-            )
         key = request.headers.get("idempotency-key", "")
         if key and not _KEY.fullmatch(key):
             raise HttpProblem(400, "the idempotency key is not 1 to 255 lowercase letters, digits and hyphens")
@@ -177,17 +173,13 @@ class ControlFace:
 
     async def _pause(self, request: Request) -> Response:
         asked = await self._body(request, shapes.PauseAsked)
-        if asked.memory is False:
-            raise HttpProblem(
-                501, "a pause keeps memory and files here; one that keeps the files alone is not to be had"
-            )
-        await self._node.pause(request.path_params["sandbox_id"])
+        await self._node.pause(request.path_params["sandbox_id"], keep_memory=asked.memory is not False)
         return Response(status_code=204)
 
     async def _connect(self, request: Request, *, only_paused: bool = False) -> Response:
         asked = await self._body(request, shapes.ConnectAsked)
         served = self._found(request)
-        if asked.memory is False and served.standing is Standing.PAUSED:
+        if asked.memory is False and served.standing is Standing.PAUSED and served.files is None:
             raise HttpProblem(501, "a paused sandbox goes on where it was; it cannot be started from its files alone")
         if only_paused and served.standing is not Standing.PAUSED:
             raise HttpProblem(409, f"sandbox {served.id} runs already")
@@ -222,12 +214,31 @@ class ControlFace:
 
     # -- snapshots and templates -------------------------------------------------------------------------------------
 
-    async def _no_snapshots(self, request: Request) -> Response:
+    async def _snapshot(self, request: Request) -> Response:
+        served = self._found(request)
+        asked = await self._body(request, shapes.SnapshotAsked)
+        if asked.memory is not False:
+            raise HttpProblem(501, "a snapshot keeps files here, not memory; ask for one with mode='filesystem'")
+        kept = await self._node.snapshot(served.id, name=asked.name or "")
+        return _json(shapes.snapshot_info(kept), 201)
+
+    async def _no_fork(self, request: Request) -> Response:
         self._found(request)
-        raise HttpProblem(501, "snapshots and forks are not served over HTTP yet; the Python API has them")
+        raise HttpProblem(
+            501,
+            "a fork would keep memory, which is not to be had here; make a snapshot with mode='filesystem', and "
+            "sandboxes from that",
+        )
 
     async def _snapshots(self, request: Request) -> Response:
-        return _json([])
+        query = request.query_params
+        chosen = self._node.shelf.chosen(sandbox_id=query.get("sandboxID", ""), name=query.get("name", ""))
+        start = int(_number(query.get("nextToken", "")) or 0)
+        end = start + _limit(query.get("limit", ""))
+        answer = _json([shapes.snapshot_info(kept) for kept in chosen[start:end]])
+        if end < len(chosen):
+            answer.headers["x-next-token"] = str(end)
+        return answer
 
     async def _templates(self, request: Request) -> Response:
         return _json([{"templateID": name, "names": [name], "public": False} for name in sorted(self._node.templates)])
@@ -238,11 +249,13 @@ class ControlFace:
             raise HttpProblem(404, f"template {name!r} is not known here")
         return _json({"templateID": name, "public": False})
 
-    async def _no_template(self, request: Request) -> Response:
+    async def _delete_template(self, request: Request) -> Response:
         name = request.path_params["name"]
         if name in self._node.templates:
             raise HttpProblem(403, f"template {name!r} stands in the settings of this service; remove it there")
-        raise HttpProblem(404, f"no template or snapshot {name!r} is here")
+        if not await self._node.delete_snapshot(name):
+            raise HttpProblem(404, f"no template or snapshot {name!r} is here")
+        return Response(status_code=204)
 
     async def _no_build(self, request: Request) -> Response:
         raise HttpProblem(501, "templates are not built over HTTP; name images in the service's file of templates")

@@ -10,6 +10,7 @@ import msgspec
 
 from rollmill.sandboxes.service.law import Plan, Standing
 from rollmill.sandboxes.service.node import Node, Sample, Served
+from rollmill.sandboxes.service.shelf import Kept
 
 ENVD_VERSION = "0.6.1"
 """What callers take for the version of the services inside: 0.6.2 would promise metadata of files."""
@@ -67,7 +68,11 @@ class NewSandbox(Asked, frozen=True, kw_only=True):
 
     def plan(self) -> Plan:
         """Return what happens at the timeout."""
-        return Plan(pause=self.auto_pause, auto_resume=self.auto_resume is not None and self.auto_resume.enabled)
+        return Plan(
+            pause=self.auto_pause,
+            keep_memory=self.auto_pause_memory is not False,
+            auto_resume=self.auto_resume is not None and self.auto_resume.enabled,
+        )
 
 
 class TimeoutAsked(Asked, frozen=True, kw_only=True):
@@ -86,6 +91,13 @@ class ConnectAsked(Asked, frozen=True, kw_only=True):
 class PauseAsked(Asked, frozen=True, kw_only=True):
     """A pause; `memory` false asks to keep the files alone."""
 
+    memory: bool | None = None
+
+
+class SnapshotAsked(Asked, frozen=True, kw_only=True):
+    """A snapshot; `memory` false asks for the files alone."""
+
+    name: str | None = None
     memory: bool | None = None
 
 
@@ -135,7 +147,14 @@ def detailed(served: Served, *, node: Node, domain: str | None) -> dict[str, Any
         "allowInternetAccess": False,
         "lifecycle": {"autoResume": plan.auto_resume, "onTimeout": "pause" if plan.pause else "kill"},
     }
-    return detail if served.standing is not Standing.PAUSED else {**detail, "pauseMode": "full"}
+    if served.standing is not Standing.PAUSED:
+        return detail
+    return {**detail, "pauseMode": "full" if served.files is None else "filesystem"}
+
+
+def snapshot_info(kept: Kept) -> dict[str, Any]:
+    """Return a snapshot as lists show it."""
+    return {"snapshotID": kept.id, "names": [kept.name] if kept.name else []}
 
 
 def metric(sample: Sample, *, served: Served) -> dict[str, Any]:

@@ -73,6 +73,7 @@ async def pieces_of(request: Request, *, max_bytes: int, wait_s: float) -> Async
                 text = f"the body stalled for {wait_s:g} s after {total} bytes; send it again, faster"
                 raise HttpProblem(408, text) from None
             if piece is None:
+                request.state.body_is_whole = True
                 return
             total += len(piece)
             if total > max_bytes:
@@ -93,6 +94,8 @@ async def body_of(request: Request, *, max_bytes: int, wait_s: float) -> bytes:
 
 async def linger(request: Request) -> None:
     """Take what is left of a body for a moment: who sends too much reads no answer before it has sent it."""
+    if getattr(request.state, "body_is_whole", False):
+        return
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(_LINGER_S):
             while (await request.receive()).get("more_body", False):

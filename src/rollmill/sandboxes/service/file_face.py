@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import posixpath
 import zlib
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator
 
 import msgspec
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from rollmill.errors import RollmillError, SandboxFileError
 from rollmill.sandboxes.service.accounts import Account, absolute
 from rollmill.sandboxes.service.connect import RpcProblem
-from rollmill.sandboxes.service.exchange import Call, body_of, caller_of, linger, sandbox_id_of, unary
+from rollmill.sandboxes.service.exchange import Call, caller_of, linger, pieces_of, sandbox_id_of, unary
 from rollmill.sandboxes.service.inside import Inside
 from rollmill.sandboxes.service.law import READ, WRITE, HttpProblem, holder_of, signature, why_expired
 from rollmill.sandboxes.service.multipart import boundary_of, parts_of
 from rollmill.sandboxes.service.node import Node, Served
-from rollmill.sandboxes.service.problems import http_answer, http_problem_of
+from rollmill.sandboxes.service.problems import http_answer
 from rollmill.sandboxes.service.wire import (
     Empty,
     EntryResponse,
@@ -32,6 +34,10 @@ _NEW_MODE = 0o644
 _DEEPEST = 64
 _FORM_BYTES = 1024 * 1024
 """That a form may have beside its files."""
+_AT_ONCE_BYTES = 1024 * 1024
+_UNPACKED_AT_ONCE = 1024 * 1024
+_GZIP = 31
+_BYTES = "application/octet-stream"
 
 
 class FileFace:
@@ -88,17 +94,24 @@ class FileFace:
     async def _download(self, request: Request) -> Response:
         try:
             served = await self._caller(request, operation=READ)
-            account = await self._account(request, served)
-            data = await self._read(served, absolute(request.query_params.get("path", ""), account))
+            path = absolute(request.query_params.get("path", ""), await self._account(request, served))
+            return await self._answer(served, path)
         except RollmillError as error:
             return http_answer(error)
-        return Response(data, media_type="application/octet-stream")
 
-    async def _read(self, served: Served, path: str) -> bytes:
+    async def _answer(self, served: Served, path: str) -> Response:
+        """Return a file: a small one whole, a large one as it is read."""
+        pieces = aiter(served.sandbox.read_stream(path))
+        head = bytearray()
         try:
-            return await served.sandbox.read(path, max_bytes=self._node.settings.max_upload_bytes)
+            while len(head) < _AT_ONCE_BYTES:
+                piece = await anext(pieces, None)
+                if piece is None:
+                    return Response(bytes(head), media_type=_BYTES)
+                head += piece
         except SandboxFileError as error:
             raise await self._why(served, path, error) from error
+        return StreamingResponse(_chained(bytes(head), pieces), media_type=_BYTES)
 
     async def _why(self, served: Served, path: str, error: SandboxFileError) -> RollmillError:
         """Return what is wrong with a path, in the words that callers know."""
@@ -113,42 +126,52 @@ class FileFace:
         try:
             served = await self._caller(request, operation=WRITE)
             account = await self._account(request, served)
-            written = []
-            for path, data in await self._files(request):
-                written.append(await self._write(served, absolute(path, account), data, account))
+            boundary = boundary_of(request.headers.get("content-type", ""))
+            if boundary is None:
+                written = [await self._take_file(request, served, account)]
+            else:
+                written = await self._take_form(request, served, account, boundary=boundary)
         except RollmillError as error:
-            if http_problem_of(error).status == 413:
-                await linger(request)
+            await linger(request)
             return http_answer(error)
         return Response(msgspec.json.encode(written), media_type="application/json")
 
-    async def _files(self, request: Request) -> list[tuple[str, bytes]]:
-        """Return (path, content) of what is uploaded: a form of files, or one file as it is."""
+    async def _take_file(self, request: Request, served: Served, account: Account) -> dict[str, str]:
+        """Take one file as it comes."""
+        path = request.query_params.get("path", "")
+        if not path:
+            raise HttpProblem(400, "the upload does not say where the file is to be: add ?path=")
+        encoding, most = request.headers.get("content-encoding", ""), served.spec.limits.disk_bytes
+        body = pieces_of(request, max_bytes=most, wait_s=self._node.settings.body_s)
+        async with contextlib.aclosing(unpacked(body, encoding, most=most)) as pieces:
+            return await self._write(served, absolute(path, account), pieces, account)
+
+    async def _take_form(
+        self, request: Request, served: Served, account: Account, *, boundary: bytes
+    ) -> list[dict[str, str]]:
+        """Take a form of files; it is held in memory until all of it is there."""
         settings, path = self._node.settings, request.query_params.get("path", "")
-        boundary = boundary_of(request.headers.get("content-type", ""))
-        room = settings.max_upload_bytes + (0 if boundary is None else _FORM_BYTES)
-        body = await body_of(request, max_bytes=room, wait_s=settings.body_s)
-        body = _unpacked(body, request.headers.get("content-encoding", ""), most=room)
-        if boundary is None:
-            if not path:
-                raise HttpProblem(400, "the upload does not say where the file is to be: add ?path=")
-            return [(path, body)]
-        files = [
-            (path or part.filename, part.data) for part in parts_of(body, boundary=boundary) if part.name == "file"
-        ]
+        room = settings.max_upload_bytes + _FORM_BYTES
+        body = pieces_of(request, max_bytes=room, wait_s=settings.body_s)
+        encoding = request.headers.get("content-encoding", "")
+        async with contextlib.aclosing(unpacked(body, encoding, most=room)) as pieces:
+            whole = b"".join([piece async for piece in pieces])
+        files = [(path or part.filename, part) for part in parts_of(whole, boundary=boundary) if part.name == "file"]
         if not files:
             raise HttpProblem(400, "the form has no field `file`")
         if path and len(files) > 1:
             raise HttpProblem(400, f"the form has {len(files)} files for one path; name each by its filename")
         if not all(name for name, _ in files):
             raise HttpProblem(400, "a file of the form has no filename, and there is no ?path=")
-        return files
+        return [
+            await self._write(served, absolute(name, account), one_piece(part.data), account) for name, part in files
+        ]
 
-    async def _write(self, served: Served, path: str, data: bytes, account: Account) -> dict[str, str]:
+    async def _write(self, served: Served, path: str, pieces: AsyncIterable[bytes], account: Account) -> dict[str, str]:
         found = await (await self._inside(served)).find(path)
         mode = _NEW_MODE if found is None or found.kind != "file" else found.mode
         try:
-            await served.sandbox.write(path, data, mode=mode, user=account.name)
+            await served.sandbox.write_stream(path, pieces, mode=mode, user=account.name)
         except SandboxFileError as error:
             raise await self._why(served, path, error) from error
         return {"name": posixpath.basename(path), "path": path, "type": "file"}
@@ -178,18 +201,42 @@ class FileFace:
         return await served.accounts.find(request.query_params.get("username") or self._node.default_user)
 
 
-def _unpacked(body: bytes, encoding: str, *, most: int) -> bytes:
-    if encoding in ("", "identity"):
-        return body
-    if encoding != "gzip":
+async def unpacked(body: AsyncGenerator[bytes, None], encoding: str, *, most: int) -> AsyncGenerator[bytes, None]:
+    """Yield a body as it was before it was packed.
+
+    Raises:
+        HttpProblem: 415 if it is packed in an unknown way, 400 if it is damaged, 413 if more comes out than may.
+    """
+    if encoding not in ("", "identity", "gzip"):
         raise HttpProblem(415, f"the content encoding {encoding!r} is not read; send gzip, or the file as it is")
-    unpacker = zlib.decompressobj(wbits=31)
-    try:
-        data = unpacker.decompress(body, most + 1)
-    except zlib.error as error:
-        raise HttpProblem(400, f"the body is no gzip: {error}") from error
-    if len(data) > most:
-        raise HttpProblem(413, f"the body unpacks to more than {most} bytes; send less at once")
-    if not unpacker.eof:
+    unpacker, total = zlib.decompressobj(wbits=_GZIP), 0
+    async with contextlib.aclosing(body):
+        async for piece in body:
+            if encoding != "gzip":
+                yield piece
+                continue
+            while piece:
+                try:
+                    data = unpacker.decompress(piece, _UNPACKED_AT_ONCE)
+                except zlib.error as error:
+                    raise HttpProblem(400, f"the body is no gzip: {error}") from error
+                total += len(data)
+                if total > most:
+                    raise HttpProblem(413, f"the body unpacks to more than {most} bytes; send less at once")
+                if data:
+                    yield data
+                piece = unpacker.unconsumed_tail
+    if encoding == "gzip" and not unpacker.eof:
         raise HttpProblem(400, "the gzip of the body is cut off")
-    return data
+
+
+async def one_piece(data: bytes) -> AsyncGenerator[bytes, None]:
+    """Yield one piece, if it is any."""
+    if data:
+        yield data
+
+
+async def _chained(head: bytes, pieces: AsyncIterator[bytes]) -> AsyncGenerator[bytes, None]:
+    yield head
+    async for piece in pieces:
+        yield piece

@@ -16,11 +16,13 @@ from rollmill.sandboxes.service.connect import RpcProblem
 from rollmill.sandboxes.service.law import permissions
 from rollmill.sandboxes.service.wire import EntryInfo, FileType
 
-_TYPES = {"file": FileType.FILE, "directory": FileType.DIRECTORY}
+# A link has the type of what it leads to; one that leads nowhere its own.
+_TYPES = {"file": FileType.FILE, "directory": FileType.DIRECTORY, "link": FileType.SYMLINK}
 _FORMATS = {"file": 0o100000, "directory": 0o040000, "link": 0o120000}
 _MOST_ENTRIES = 10_000
-_CALL_S = 60.0
+_COPY_S = 60.0
 _MOST_LINKS = 40
+_MOST_WORDS = 500
 
 
 class Inside:
@@ -36,14 +38,10 @@ class Inside:
 
     async def find(self, path: str) -> FileInfo | None:
         """Return what is at a path, links not followed; `None` if nothing is."""
-        if path == "/":
-            return FileInfo(name="/", kind="directory", size_bytes=0, mode=0o755, modified_s=0.0)
-        directory, name = posixpath.split(path)
         try:
-            entries = await self._sandbox.list_dir(directory)
+            return await self._sandbox.stat(path)
         except SandboxFileError:
             return None
-        return next((entry for entry in entries if entry.name == name), None)
 
     async def follow(self, path: str) -> tuple[str, FileInfo | None]:
         """Return where the links of a path end, and what is there."""
@@ -66,16 +64,16 @@ class Inside:
         return await self._shown(path, found)
 
     async def _shown(self, path: str, found: FileInfo) -> EntryInfo:
-        target_kind = found.kind
-        if found.kind == "link":
+        kind = found.kind
+        if kind == "link":
             try:
                 _, end = await self.follow(path)
             except RpcProblem:  # of itself
                 end = None
-            target_kind = "" if end is None else end.kind
+            kind = "link" if end is None else end.kind
         return EntryInfo(
             name=posixpath.basename(path) or "/",
-            type=_TYPES.get(target_kind, FileType.UNSPECIFIED),
+            type=_TYPES.get(kind, FileType.UNSPECIFIED),
             path=path,
             size=found.size_bytes,
             mode=found.mode,
@@ -127,44 +125,39 @@ class Inside:
         Raises:
             RpcProblem: `already_exists`, or `invalid_argument` if something else is there.
         """
-        _, found = await self.follow(path)
-        if found is not None:
-            if found.kind == "directory":
-                raise RpcProblem("already_exists", f"the directory {path!r} exists")
-            raise RpcProblem("invalid_argument", f"{path!r} exists and is not a directory")
-        await self.make_parents(posixpath.join(path, "."), account)
+        try:
+            made = await self._sandbox.make_dir(path, user=account.name)
+        except SandboxFileError as error:
+            raise RpcProblem("invalid_argument", f"{path!r} is no place for a directory: {error}") from error
+        if not made:
+            raise RpcProblem("already_exists", f"the directory {path!r} exists")
         return await self.entry(path)
-
-    async def make_parents(self, path: str, account: Account) -> None:
-        """Make the directories above a path that are missing; they belong to the user."""
-        directory, missing = posixpath.dirname(path), ""
-        above = directory
-        while above != "/" and (await self.follow(above))[1] is None:
-            missing, above = above, posixpath.dirname(above)
-        if missing:
-            await self._run("mkdir", "-p", "--", directory)
-            if account.uid or account.gid:
-                await self._run("chown", "-R", f"{account.uid}:{account.gid}", "--", missing)
 
     async def move(self, source: str, destination: str, account: Account) -> EntryInfo:
         """Move a file or directory.
 
         Raises:
-            RpcProblem: `not_found` if it is not there.
+            RpcProblem: `not_found` if it is not there, `invalid_argument` if it cannot go there.
         """
         await self.entry(source)
-        await self.make_parents(destination, account)
-        await self._run("mv", "-T", "--", source, destination)
+        try:
+            await self._sandbox.rename(source, destination, user=account.name)
+        except SandboxFileError:  # a directory of the image cannot be renamed, only copied
+            await self._copy_over(source, destination)
         return await self.entry(destination)
+
+    async def _copy_over(self, source: str, destination: str) -> None:
+        result = await self._sandbox.exec(["mv", "-T", "--", source, destination], cwd="/", timeout_s=_COPY_S)
+        if result.exit_code:
+            text = result.stderr.decode("utf-8", "replace").strip()[:_MOST_WORDS]
+            raise RpcProblem("invalid_argument", f"{source!r} cannot be moved to {destination!r}: {text}")
 
     async def remove(self, path: str) -> None:
         """Remove a file, or a directory with all that is in it; what is not there is removed already."""
         if path == "/":
             raise RpcProblem("invalid_argument", "the root directory is not to be removed; kill the sandbox instead")
-        await self._run("rm", "-rf", "--", path)
-
-    async def _run(self, *argv: str) -> None:
-        result = await self._sandbox.exec(argv, cwd="/", timeout_s=_CALL_S)
-        if result.exit_code:
-            text = result.stderr.decode("utf-8", "replace").strip()[:500]
-            raise RpcProblem("internal", f"{argv[0]} ended with {result.exit_code}: {text}")
+        try:
+            await self._sandbox.remove(path, recursive=True)
+        except SandboxFileError as error:
+            if await self.find(path) is not None:
+                raise RpcProblem("invalid_argument", str(error)) from error

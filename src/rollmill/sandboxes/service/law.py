@@ -38,10 +38,12 @@ class Plan(Record, frozen=True, kw_only=True):
 
     Attributes:
         pause: pause it instead of ending it.
+        keep_memory: its programs are stopped; else they are ended, and its files alone are kept.
         auto_resume: a call to a paused one resumes it.
     """
 
     pause: bool = False
+    keep_memory: bool = True
     auto_resume: bool = False
 
 

@@ -23,12 +23,13 @@ from typing import Any
 from rollmill.clock import Clock, SystemClock
 from rollmill.errors import CreateUnknown, DeadlineExceeded, RollmillError, SandboxDead, SandboxRetryable
 from rollmill.sandboxes.protocol import Provider, Sandbox
-from rollmill.sandboxes.records import DeathReason, Lease, Record, SandboxSpec, Usage
+from rollmill.sandboxes.records import DeathReason, Lease, Record, SandboxSpec, SnapshotRef, Usage
 from rollmill.sandboxes.service.accounts import Accounts
 from rollmill.sandboxes.service.law import Fate, HttpProblem, Listed, Plan, Standing, end_after_connect, fate
 from rollmill.sandboxes.service.problems import gone
 from rollmill.sandboxes.service.programs import Programs
 from rollmill.sandboxes.service.settings import ServiceSettings
+from rollmill.sandboxes.service.shelf import Kept, Shelf
 from rollmill.sandboxes.service.templates import Template
 
 _log = logging.getLogger(__name__)
@@ -71,6 +72,8 @@ class Served:
     Attributes:
         token: opens its files and programs.
         end_s: when its timeout ends, on the loop's clock.
+        files: what is kept of it while it is paused without its memory.
+        lives: how often it was started; the backend's own id of it changes each time.
     """
 
     def __init__(self, sandbox_id: str, order: Order, *, spec: SandboxSpec, envs: Mapping[str, str]) -> None:
@@ -88,6 +91,8 @@ class Served:
         self.samples: deque[Sample] = deque(maxlen=_SAMPLES)
         self.timer: asyncio.TimerHandle | None = None
         self.turn = asyncio.Lock()
+        self.files: SnapshotRef | None = None
+        self.lives = 0
         self._sandbox: Sandbox | None = None
 
     @property
@@ -97,9 +102,16 @@ class Served:
             raise gone(self.id, "it is still starting")
         return self._sandbox
 
-    def began(self, sandbox: Sandbox, *, wall_s: float) -> None:
-        """Note that it answers."""
-        self._sandbox, self.started_wall_s = sandbox, wall_s
+    def backend_id(self) -> str:
+        """Return the id that the backend knows it by in its present life."""
+        return self.id if not self.lives else f"{self.id}-{self.lives}"
+
+    def began(self, sandbox: Sandbox, *, stall_s: float) -> None:
+        """Note that it answers: a fresh start, without programs."""
+        self._sandbox, self.files = sandbox, None
+        self.programs = Programs(stall_s=stall_s)
+        self.accounts = Accounts(sandbox)
+        self.lives += 1
 
     def listed(self) -> Listed:
         """Return what lists filter and sort by."""
@@ -133,19 +145,20 @@ class Node:
         self.settings = ServiceSettings() if settings is None else settings
         self.templates = templates
         self.default_user = "root"
+        self.shelf = Shelf()
         self._provider = provider
         self._clock = SystemClock() if clock is None else clock
         self._served: dict[str, Served] = {}
         self._starting = 0
         self._by_key: dict[str, tuple[Order, asyncio.Task[Served]]] = {}
-        self._can_pause = False
+        self._can_pause = self._can_keep_files = False
         self._group = asyncio.TaskGroup()
         self._running: set[asyncio.Task[None]] = set()
 
     async def __aenter__(self) -> Node:
         """Ask the provider what it can, and begin."""
         capabilities = await self._provider.capabilities()
-        self._can_pause = capabilities.pause
+        self._can_pause, self._can_keep_files = capabilities.pause, capabilities.files_snapshot
         self.default_user = self.settings.default_user or ("user" if capabilities.users else "root")
         self._loop = asyncio.get_running_loop()
         await self._group.__aenter__()
@@ -158,7 +171,10 @@ class Node:
         try:
             for one in self._served.values():
                 self._disarm(one)
-            await self._provider.kill(list(self._served), reason=DeathReason.RELEASED)
+            alive = [one.sandbox.id for one in self._served.values() if one.files is None]
+            kept = [one.files.snapshot_id for one in self._served.values() if one.files is not None]
+            await self._provider.kill(alive, reason=DeathReason.RELEASED)
+            await self._provider.delete_snapshots([*kept, *self.shelf.ids()])
             self._served.clear()
         finally:
             for task in self._running:
@@ -196,7 +212,7 @@ class Node:
         return served
 
     def _alive(self, served: Served) -> bool:
-        if served.sandbox.death is None:
+        if served.files is not None or served.sandbox.death is None:
             return True
         self._forget(served)
         return False
@@ -262,29 +278,32 @@ class Node:
 
     async def _create(self, order: Order) -> Served:
         self._check(order)
-        template = self.templates[order.template]
-        spec = template.spec(wall_s=self.settings.max_lifetime_s)
+        kept = self.shelf.find(order.template)
+        template = self.templates.get(order.template, Template())
+        spec = template.spec(wall_s=self.settings.max_lifetime_s) if kept is None else kept.ref.spec
+        envs = template.envs if kept is None else kept.envs
         sandbox_id = f"sbx{secrets.token_hex(9)}"
         own = {"E2B_SANDBOX": "true", "E2B_SANDBOX_ID": sandbox_id, "E2B_TEMPLATE_ID": order.template}
-        served = Served(sandbox_id, order, spec=spec, envs={**own, **template.envs, **order.envs})
+        served = Served(sandbox_id, order, spec=spec, envs={**envs, **own, **order.envs})
         self._starting += 1
         try:
-            sandbox = await self._made(served)
+            sandbox = await self._made(served, None if kept is None else kept.ref, left_s=order.timeout_s)
         finally:
             self._starting -= 1
-        served.began(sandbox, wall_s=self._clock.wall_s())
-        served.programs = Programs(stall_s=self.settings.stream_stall_s)
-        served.accounts = Accounts(sandbox)
+        served.began(sandbox, stall_s=self.settings.stream_stall_s)
+        served.started_wall_s = self._clock.wall_s()
         self._served[sandbox_id] = served
         self._set_end(served, self._loop.time() + order.timeout_s)
         return served
 
     def _check(self, order: Order) -> None:
-        if order.template not in self.templates:
+        if order.template not in self.templates and self.shelf.find(order.template) is None:
             known = ", ".join(sorted(self.templates))
             raise HttpProblem(404, f"template {order.template!r} is not known here; there are: {known}")
-        if order.plan.pause and not self._can_pause:
-            raise HttpProblem(501, "a sandbox that is to be paused at its timeout needs a backend that can pause")
+        able = self._can_pause if order.plan.keep_memory else self._can_keep_files
+        if order.plan.pause and not able:
+            what = "with its memory" if order.plan.keep_memory else "as files"
+            raise HttpProblem(501, f"it is to be paused {what} at its timeout, and the backend cannot do that here")
         self.check_timeout(order.timeout_s)
         alive = len(self.all()) + self._starting
         if alive >= self.settings.max_sandboxes:
@@ -305,17 +324,20 @@ class Node:
                 400, f"the timeout is {timeout_s:g} s; it must be between 0 and {self.settings.max_timeout_s:g}"
             )
 
-    async def _made(self, served: Served) -> Sandbox:
-        labels = {"service": self.settings.owner, "template": served.order.template, **served.order.metadata}
-        lease = self._lease(served.order.timeout_s)
+    async def _made(self, served: Served, files: SnapshotRef | None, *, left_s: float) -> Sandbox:
+        """Start a sandbox, from files that were kept if there are some."""
+        labels = {**served.order.metadata, "service": self.settings.owner, "template": served.order.template}
+        lease, backend_id = self._lease(left_s), served.backend_id()
         try:
-            return await self._provider.create(served.spec, id=served.id, labels=labels, lease=lease)
+            if files is not None:
+                return await self._provider.restore(files, id=backend_id, labels=labels, lease=lease)
+            return await self._provider.create(served.spec, id=backend_id, labels=labels, lease=lease)
         except SandboxDead as error:  # before it answered once
             raise SandboxRetryable(f"the sandbox ended while it started: {error}", after_s=_RETRY_S) from error
         except CreateUnknown as error:
             try:
                 async with asyncio.timeout(_RECONCILE_S):
-                    return await self._provider.attach(served.id)
+                    return await self._provider.attach(backend_id)
             except (SandboxDead, TimeoutError):
                 raise SandboxRetryable(
                     f"{error} It was looked for and is not there; try again.", after_s=1.0
@@ -344,15 +366,25 @@ class Node:
             resumed = served.standing is Standing.PAUSED
             now_s = self._loop.time()
             end_s = end_after_connect(now_s=now_s, end_s=served.end_s, timeout_s=timeout_s, resumed=resumed)
-            await served.sandbox.renew(self._lease(end_s - now_s))
             if resumed:
-                await served.sandbox.resume()
-                served.standing = Standing.RUNNING
+                await self._resume(served, end_s - now_s)
+            else:
+                await served.sandbox.renew(self._lease(end_s - now_s))
             self._set_end(served, end_s)
         return served, resumed
 
-    async def pause(self, sandbox_id: str) -> None:
-        """Stop every program of a sandbox, and keep it.
+    async def _resume(self, served: Served, left_s: float) -> None:
+        if served.files is None:
+            await served.sandbox.renew(self._lease(left_s))
+            await served.sandbox.resume()
+        else:
+            kept = served.files
+            served.began(await self._made(served, kept, left_s=left_s), stall_s=self.settings.stream_stall_s)
+            await self._provider.delete_snapshots([kept.snapshot_id])
+        served.standing = Standing.RUNNING
+
+    async def pause(self, sandbox_id: str, *, keep_memory: bool = True) -> None:
+        """Stop every program of a sandbox and keep it; or end them, and keep its files alone.
 
         Raises:
             HttpProblem: 409 if it is paused.
@@ -362,11 +394,15 @@ class Node:
         async with self._turn(served, "pause"):
             if served.standing is Standing.PAUSED:
                 raise HttpProblem(409, f"sandbox {sandbox_id} is paused already")
-            await self._pause(served)
+            await self._pause(served, keep_memory=keep_memory)
 
-    async def _pause(self, served: Served) -> None:
-        await served.sandbox.pause()
-        await served.sandbox.renew(self._lease(self.settings.paused_ttl_s))
+    async def _pause(self, served: Served, *, keep_memory: bool) -> None:
+        if keep_memory:
+            await served.sandbox.pause()
+            await served.sandbox.renew(self._lease(self.settings.paused_ttl_s))
+        else:
+            name = f"{served.id}-files-{served.lives}"
+            served.files = await served.sandbox.snapshot(id=name, stop_processes=True, end=True)
         served.standing = Standing.PAUSED
         self._set_end(served, self._loop.time() + self.settings.paused_ttl_s)
 
@@ -378,7 +414,10 @@ class Node:
 
     async def _kill(self, served: Served, reason: DeathReason) -> None:
         self._disarm(served)
-        await served.sandbox.kill(reason)
+        if served.files is None:
+            await served.sandbox.kill(reason)
+        else:
+            await self._provider.delete_snapshots([served.files.snapshot_id])
         self._forget(served)
 
     @contextlib.asynccontextmanager
@@ -403,6 +442,35 @@ class Node:
         if served.order.key and self._by_key.get(served.order.key, (None,))[0] == served.order:
             del self._by_key[served.order.key]
 
+    # -- snapshots ---------------------------------------------------------------------------------------------------
+
+    async def snapshot(self, sandbox_id: str, *, name: str) -> Kept:
+        """Keep a sandbox's files as a template for others; it goes on.
+
+        Raises:
+            HttpProblem: 409 if it is paused.
+            SandboxBusy: if something runs in it.
+            SandboxUnsupported: if the backend keeps none.
+        """
+        served = self.find(sandbox_id)
+        async with self._turn(served, "snapshot"):
+            if served.standing is not Standing.RUNNING:
+                raise HttpProblem(409, f"sandbox {sandbox_id} is paused; connect to it first")
+            ref = await served.sandbox.snapshot(id=f"snp{secrets.token_hex(9)}")
+        kept = Kept(ref=ref, name=name, sandbox_id=sandbox_id, envs=served.order.envs)
+        replaced = self.shelf.put(kept)
+        if replaced is not None:
+            await self._provider.delete_snapshots([replaced.ref.snapshot_id])
+        return kept
+
+    async def delete_snapshot(self, name: str) -> bool:
+        """Let a snapshot go, by its id or name; `False` if there is none."""
+        kept = self.shelf.take(name)
+        if kept is None:
+            return False
+        await self._provider.delete_snapshots([kept.ref.snapshot_id])
+        return True
+
     # -- ends --------------------------------------------------------------------------------------------------------
 
     def _set_end(self, served: Served, end_s: float) -> None:
@@ -425,7 +493,7 @@ class Node:
             now_s = self._loop.time()
             match fate(served.standing, plan=served.order.plan, now_s=now_s, end_s=served.end_s):
                 case Fate.PAUSE:
-                    await self._pause(served)
+                    await self._pause(served, keep_memory=served.order.plan.keep_memory)
                 case Fate.KILL:
                     await self._kill(served, DeathReason.LEASE_EXPIRED)
                 case Fate.WAIT:
@@ -435,6 +503,8 @@ class Node:
 
     async def sample(self, served: Served) -> tuple[Sample, ...]:
         """Look at what a sandbox uses now; return that and what was seen before."""
+        if served.files is not None:
+            return tuple(served.samples)
         usage, now_s = await served.sandbox.usage(), self._clock.wall_s()
         last = served.samples[-1] if served.samples else None
         pct = 0.0

@@ -27,6 +27,7 @@ from rollmill.errors import (
     ImageError,
     IsolationError,
     RollmillError,
+    SandboxBusy,
     SandboxDead,
     SandboxExhausted,
     SandboxFileError,
@@ -76,7 +77,7 @@ def http_problem_of(error: RollmillError) -> HttpProblem:
             return HttpProblem(507, text)
         case SandboxFileError() | ConfigError() | ImageError():
             return HttpProblem(400, text)
-        case SandboxIdInUse():
+        case SandboxIdInUse() | SandboxBusy():
             return HttpProblem(409, text)
         case DeadlineExceeded():
             return HttpProblem(504, text)

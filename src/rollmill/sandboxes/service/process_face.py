@@ -98,7 +98,7 @@ class ProcessFace:
             user=account.name,
             timeout_s=call.timeout_s,
             output_cap_bytes=served.spec.limits.output_bytes,
-            **({} if size is None else {"pty": size}),
+            pty=size,
         )
         program = served.programs.add(process, asked)
         hearer = program.hear()

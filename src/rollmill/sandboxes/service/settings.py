@@ -26,7 +26,8 @@ class ServiceSettings(Record, frozen=True, kw_only=True):
             `root`.
         max_body_bytes: of calls of the control API.
         max_message_bytes: of one message to a program or about files.
-        max_upload_bytes: of one upload, and of one file read; held in memory while it moves.
+        max_upload_bytes: of one upload as a form, which is held in memory until it is whole. Files that are sent as
+            they are go through, and are bounded by the sandbox's disk alone.
         body_s: longest wait for the next piece of a body.
         head_s: longest wait for the head of a request; connections that say nothing hold nothing.
         keepalive_s: an idle stream says so this often, unless its caller asks for another interval.
