@@ -37,8 +37,9 @@ def advise(summary: Mapping[str, Any], *, settings: Mapping[str, Any]) -> list[d
         summary: the document without its advice.
         settings: resolved values by key, quoted where known.
     """
-    rules = (_waiting_trainer, _waiting_generator, _no_signal, _stale, _publication, _flat_accuracy, _short_run)
+    rules = (_waiting_trainer, _waiting_generator, _stale, _publication, _flat_accuracy, _short_run)
     found = [one for rule in rules for one in rule(summary)]
+    found += _no_signal(summary, settings)
     found.sort(key=lambda one: -one.weight)
     return [_shown(one, settings=settings) for one in found[:MAX_ADVICE]]
 
@@ -78,13 +79,26 @@ def _waiting_generator(summary: Mapping[str, Any]) -> Iterator[_Advice]:
         )
 
 
-def _no_signal(summary: Mapping[str, Any]) -> Iterator[_Advice]:
+def _no_signal(summary: Mapping[str, Any], settings: Mapping[str, Any]) -> Iterator[_Advice]:
     rollouts = summary["rollouts"]
     lost, trained = rollouts["dropped"].get("zero_advantage", 0), rollouts["trained"]
     share = lost / (lost + trained) if lost + trained else 0.0
-    if share >= NOTABLE_WITHOUT_SIGNAL:
+    if share < NOTABLE_WITHOUT_SIGNAL:
+        return
+    weight = share * max(_share(summary, "trainer", "wait_data"), 0.1)
+    penalised = settings.get("schedule.overlong") == "soft_penalty"
+    if penalised and settings.get("algorithm.signal") == "raw_reward":
         yield _Advice(
-            weight=share * max(_share(summary, "trainer", "wait_data"), 0.1),
+            weight=weight,
+            direction="change",
+            setting="algorithm.signal",
+            because=f"{share:.0%} of the finished rollouts carried no signal (all siblings equal) though the length "
+            'penalty tells many of them apart: "shaped_reward" trains on those, and lets a model that talks past the '
+            "cap learn to be short first",
+        )
+    else:
+        yield _Advice(
+            weight=weight,
             direction="change",
             setting="environment.tasks",
             because=f"{share:.0%} of the finished rollouts carried no signal (all siblings equal): tasks that the "

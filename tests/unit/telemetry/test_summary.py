@@ -5,6 +5,7 @@ import json
 import pytest
 
 from rollmill.errors import InvariantViolation
+from rollmill.telemetry.advice import advise
 from rollmill.telemetry.interval import proportion
 from rollmill.telemetry.summary import (
     build_summary,
@@ -171,6 +172,17 @@ def test_many_groups_without_signal_advise_other_tasks():
     # 264 of 264 + 128 = 67 %
     assert advice_of(summary) == [("change", "environment.tasks")]
     assert "67%" in summary["advice"][0]["because"]
+
+
+def test_groups_without_signal_that_the_length_penalty_tells_apart_advise_to_train_on_them():
+    rollouts = {**sound()["rollouts"], "admitted": 400, "dropped": {"zero_advantage": 264}}
+    seconds = seconds_of({"train": 95.0, "wait_data": 5.0}, {"decode": 99.0, "idle": 1.0})
+    settings = {"schedule.overlong": "soft_penalty", "algorithm.signal": "raw_reward"}
+    (advice,) = advise(sound(rollouts=rollouts, **seconds), settings=settings)
+    assert (advice["direction"], advice["setting"]) == ("change", "algorithm.signal")
+    assert "67%" in advice["because"]
+    shaped = advise(sound(rollouts=rollouts, **seconds), settings={**settings, "algorithm.signal": "shaped_reward"})
+    assert [one["setting"] for one in shaped] == ["environment.tasks"]
 
 
 def test_accuracy_that_did_not_clearly_rise_advises_more_steps():
