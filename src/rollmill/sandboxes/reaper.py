@@ -152,8 +152,11 @@ class Reaper:
         """Move a tree, file or link into the trash; `False` if there is nothing. A link itself goes, never its target.
 
         Raises:
-            SandboxError: if it cannot be moved: another file system, a mount point, or not this user's.
+            SandboxError: if it cannot be moved: another file system, a mount point, or not this user's; or if this is
+                closed.
         """
+        if self._open_trash < 0:
+            raise SandboxError(f"the reaper of {self.trash} is closed; open another one")
         name = _new_name()
         try:
             _move(path.name, os.open(path.parent, _PATH_ONLY), name, self._open_trash)
@@ -221,11 +224,10 @@ class Reaper:
                 os.rmdir(name, dir_fd=self._open_trash)
             else:
                 return  # closing: the rest waits for the next reaper
-        except FileNotFoundError:
-            return  # another reaper was quicker
         except OSError as error:
-            self._fail(name, error)
-            return
+            if name in self._names():
+                self._fail(name, error)
+            return  # or another reaper was quicker
         self._retry_at_s = {one: at_s for one, at_s in self._retry_at_s.items() if one != name}
         self._deleted()
 

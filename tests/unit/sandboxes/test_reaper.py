@@ -47,6 +47,8 @@ def test_what_is_not_there_cannot_be_discarded_and_is_no_error(tmp_path: Path):
     with Reaper(tmp_path / "trash") as reaper:
         assert not reaper.discard(tmp_path / "nothing")
         assert not reaper.discard(tmp_path / "nothing" / "below")
+    with pytest.raises(SandboxError, match="is closed"):
+        reaper.discard(tmp_path)
 
 
 def test_links_are_removed_and_never_followed(tmp_path: Path):

@@ -106,6 +106,7 @@ class TestWhatIsFilled:
         bomb = seconds(**{column: [0, cap]})
         assert verdict(bomb, pressure=Pressure(io_some=0.6)).reason is reason
         assert verdict(bomb, pressure=Pressure(io_some=0.59)).severity is Severity.WARN
+        assert verdict(bomb, pressure=Pressure(cpu_some=1.0)).severity is Severity.WARN
 
     def test_a_number_that_is_not_counted_says_nothing(self, column, cap, reason):
         assert verdict(seconds(**{column: [0, cap, cap, None]})).severity is Severity.OK

@@ -71,7 +71,7 @@ class _Case:
         self.limits = limits
         self.settings = settings
         self.pressure = pressure
-        self.pressed = pressure.highest() >= settings.pressed_share
+        self.pressed = pressure.for_room() >= settings.pressed_share
 
     def growth(self, name: str) -> tuple[float, float]:
         """Return how much a number grew since its least in the window, and in how many seconds."""

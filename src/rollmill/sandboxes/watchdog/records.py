@@ -72,9 +72,9 @@ class Pressure(Record, frozen=True, kw_only=True):
     io_some: float = 0.0
     io_full: float = 0.0
 
-    def highest(self) -> float:
-        """Return the highest share in which some work waited."""
-        return max(self.cpu_some, self.memory_some, self.io_some)
+    def for_room(self) -> float:
+        """Return the highest share in which some work waited for memory or disks: what a full sandbox may hold up."""
+        return max(self.memory_some, self.io_some)
 
 
 class NodeReading(Record, frozen=True, kw_only=True):

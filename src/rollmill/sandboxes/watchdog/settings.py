@@ -31,8 +31,8 @@ class WatchdogSettings(Record, frozen=True, kw_only=True):
         cpu_kill_pressure: share of time in which work of the node waits for processors, from which on such a sandbox
             is ended and not only warned of. 0 ends it in any case.
         cpu_total_s: processor seconds of a whole sandbox, 0 for no bound.
-        pressed_share: share of time in which work of the node waits for any resource, from which on nothing that is
-            used up is waited for: `full_s` counts as 0, and `pids_full_s` as `full_s`.
+        pressed_share: share of time in which work of the node waits for memory or disks, from which on nothing that
+            is used up is waited for: `full_s` counts as 0, and `pids_full_s` as `full_s`.
         survey_s: how long one look at all sandboxes may take; what was not seen by then is left out and counted.
         freeze_s: how long a sandbox's freeze may take.
         describe_s: how long the look for evidence may take.

@@ -82,6 +82,7 @@ class NamespaceOverseen:
         self._provider = provider
         self._stuck: dict[str, threading.Thread] = {}
         self._last: dict[str, _Seen] = {}
+        self._late: tuple[str, ...] = ()
 
     async def survey(self, *, limit_s: float) -> Survey:
         """Look at all from outside."""
@@ -90,7 +91,10 @@ class NamespaceOverseen:
         self._stuck = {one: thread for one, thread in self._stuck.items() if thread.is_alive()}
         targets = [_target(one) for one in self._provider.alive() if one.state in _WATCHED_STATES]
         known = [one for one in targets if one is not None]
+        # Whoever was late comes first: where a look at all takes too long, the same ones must not be left out each time.
+        overdue = set(self._late)
         free = [one for one in known if one.sandbox_id not in self._stuck]
+        free.sort(key=lambda one: one.sandbox_id not in overdue)
         look = _Look(free, last=self._last, clock=loop.time)
         thread = _start(look.run, loop, look.done)
         try:
@@ -105,8 +109,9 @@ class NamespaceOverseen:
                 counts = {"disk_bytes": files.disk_bytes, "inodes": files.inodes}
                 found[sandbox_id] = _with_files(found[sandbox_id], **counts)
         self._last = {one: look.seen[one] for one in found if one in look.seen}
-        late = tuple(one.sandbox_id for one in known if one.sandbox_id not in found and one.sandbox_id not in look.gone)
-        return Survey(found=found, late=late)
+        seen = found.keys() | look.gone
+        self._late = tuple(one.sandbox_id for one in known if one.sandbox_id not in seen)
+        return Survey(found=found, late=self._late)
 
     async def _ask(self, ids: list[str], *, end_s: float) -> dict[str, Usage]:
         """Ask the agents of those whose files cannot be seen from outside; who is late goes without."""
