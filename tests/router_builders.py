@@ -10,7 +10,7 @@ import numpy as np
 
 from rollmill.clock import VirtualClock
 from rollmill.config.router import RouterSettings
-from rollmill.errors import EngineDead, NotServing, RollmillError
+from rollmill.errors import EngineDead, EngineError, NotServing, RollmillError
 from rollmill.generator.engines.fake import FakeEngine, FakeLatency
 from rollmill.generator.engines.protocol import OnTokens
 from rollmill.generator.proto import policy_inference_pb2 as pb
@@ -94,6 +94,7 @@ class MemoryReplica:
         self.seen: list[pb.GenerateRequest] = []
         self.aborted: list[str] = []
         self.loads: list[int] = []
+        self.adapters: dict[str, int] = {}
         self.fail_with: UpstreamError | None = None
         self.cut_streams_after: int | None = None
         self._death = asyncio.Event()
@@ -220,11 +221,14 @@ class MemoryReplica:
             max_num_seqs=info.max_num_seqs,
             max_model_len=info.max_model_len,
             wall_s=load.wall_s,
+            adapters=[pb.AdapterStatus(name=name, policy_version=at) for name, at in self.adapters.items()],
         )
 
-    async def load_weights(self, policy_version: int, *, timeout_s: float) -> pb.LoadWeightsReply:
+    async def load_weights(self, policy_version: int, *, timeout_s: float, adapter: str = "") -> pb.LoadWeightsReply:
         if self.dead:
             raise self._gone()
+        if adapter:
+            return self._load_adapter(adapter, policy_version)
         self.loads.append(policy_version)
         await asyncio.sleep(1.0)
         await self.engine.pause("keep")
@@ -237,6 +241,12 @@ class MemoryReplica:
         finally:
             await self.engine.resume()
         return pb.LoadWeightsReply(policy_version=policy_version, digest=f"v{policy_version}", changed=True, nbytes=10)
+
+    def _load_adapter(self, name: str, policy_version: int) -> pb.LoadWeightsReply:
+        if policy_version < self.adapters[name]:
+            raise UpstreamError(EngineError(f"{name} {policy_version} is old"), Ended.FAILED)
+        self.adapters[name] = policy_version
+        return pb.LoadWeightsReply(policy_version=policy_version, digest=f"{name}-{policy_version}", changed=True)
 
     async def close(self) -> None:
         self.kill()

@@ -66,6 +66,9 @@ class AdapterLoader:
         owner: name under which served versions are held.
         clock: times of loads.
 
+    Attributes:
+        engine: serves them.
+
     Raises:
         ModelError: if the engine serves no adapters, naming the engines that can.
     """
@@ -80,7 +83,7 @@ class AdapterLoader:
         owner: str,
         clock: Clock,
     ) -> None:
-        self._engine, self._clock = engine, clock
+        self.engine, self._clock = engine, clock
         self._desk = _desk_of(engine)
         self._sources = dict(sources)
         self._kv_policy: KvPolicy = kv_policy
@@ -95,7 +98,7 @@ class AdapterLoader:
 
     def infos(self) -> tuple[AdapterInfo, ...]:
         """Return what is served of each; one that is not loaded has version 0 and no digest."""
-        served = {one.name: one for one in self._engine.info().adapters}
+        served = {one.name: one for one in self.engine.info().adapters}
         return tuple(served.get(name, AdapterInfo(name=name, policy_version=0, digest="")) for name in self._sources)
 
     async def start(self) -> None:
@@ -154,7 +157,7 @@ class AdapterLoader:
         return logprobs, before
 
     def _version_of(self, name: str) -> int:
-        return next((one.policy_version for one in self._engine.info().adapters if one.name == name), 0)
+        return next((one.policy_version for one in self.engine.info().adapters if one.name == name), 0)
 
     async def close(self) -> None:
         """Give up all holds."""
@@ -171,7 +174,7 @@ class AdapterLoader:
         return source
 
     def _is_served(self, name: str) -> bool:
-        return any(one.name == name for one in self._engine.info().adapters)
+        return any(one.name == name for one in self.engine.info().adapters)
 
     async def _load_in_time(self, name: str, *, policy_version: int | None) -> LoadReport:
         try:
@@ -189,7 +192,7 @@ class AdapterLoader:
         version = manifest.policy_version
         if any((one.name, one.policy_version, one.digest) == (name, version, manifest.digest) for one in self.infos()):
             return _report(manifest, changed=False)
-        settings = _settings_of(manifest, name=name, base=self._engine.info().digest)
+        settings = _settings_of(manifest, name=name, base=self.engine.info().digest)
         await asyncio.to_thread(source.hold, version, owner=self._hold_of(name))
         try:
             tensors = await asyncio.to_thread(source.load_adapter, version)
@@ -224,7 +227,7 @@ class AdapterLoader:
         if manifest.canary is None:
             return None
         scored = await self._desk.score(manifest.canary.token_ids, name=name, policy_version=manifest.policy_version)
-        info = msgspec.structs.replace(self._engine.info(), digest=manifest.digest)
+        info = msgspec.structs.replace(self.engine.info(), digest=manifest.digest)
         return check_canary(manifest, scored=scored, info=info, before=self._proven.get(name))
 
     async def _let_go(self, name: str, *, unless: int | None = None) -> None:

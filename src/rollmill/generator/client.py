@@ -161,9 +161,9 @@ class GeneratorClient:
         message = pb.AbortRequest(request_id=request_id)
         return (await self._call(self._stub.Abort, message, deadline_s=self._control_deadline_s)).found
 
-    async def score(self, token_ids: np.ndarray) -> np.ndarray:
-        """Return float32 [n - 1] log-probs under temperature 1."""
-        message = pb.ScoreRequest(token_ids=token_ids.tolist())
+    async def score(self, token_ids: np.ndarray, *, adapter: str = "") -> np.ndarray:
+        """Return float32 [n - 1] log-probs under temperature 1, those of an adapter if one is named."""
+        message = pb.ScoreRequest(token_ids=token_ids.tolist(), adapter=adapter)
         reply = await self._call(self._stub.Score, message, deadline_s=self._control_deadline_s)
         return np.array(reply.logprobs, dtype=np.float32)
 
@@ -176,14 +176,20 @@ class GeneratorClient:
         message = pb.ScoreRequest(token_ids=token_ids.tolist(), what="reward")
         return (await self._call(self._stub.Score, message, deadline_s=self._control_deadline_s)).reward
 
-    async def load_weights(self, policy_version: int, *, deadline_s: float) -> LoadReport:
+    async def load_weights(self, policy_version: int, *, deadline_s: float, adapter: str = "") -> LoadReport:
         """Make the replica serve this version.
+
+        Args:
+            policy_version: of the weights, or of the adapter; of that 0 means the newest.
+            deadline_s: longest wait.
+            adapter: name of the adapter whose version it is; nobody else is touched then.
 
         Raises:
             WeightMismatch: if a digest or the canary disagrees.
             WeightError: if the version cannot be had; the old one is served.
+            ModelError: if the adapter is unknown there.
         """
-        message = pb.LoadWeightsRequest(policy_version=policy_version)
+        message = pb.LoadWeightsRequest(policy_version=policy_version, adapter=adapter)
         return report_from_message(await self._call(self._stub.LoadWeights, message, deadline_s=deadline_s))
 
     async def status(self) -> ReplicaStatus:

@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 
 from rollmill.clock import VirtualClock
-from rollmill.errors import ConfigError, DataError, EngineError, NotServing
+from rollmill.errors import ConfigError, DataError, EngineError, ModelError, NotServing
 from rollmill.generator.engines.fake import FakeFaults
+from rollmill.generator.proto import policy_inference_pb2 as pb
+from rollmill.generator.router.calls import ask_of
 from rollmill.generator.router.fleet import joined_report
 from rollmill.generator.router.membership import DnsList, Entry, FileList, ListUnreadable, parse_list
 from rollmill.generator.router.records import Seen
@@ -390,3 +392,30 @@ def test_the_status_of_a_router_is_the_sum_of_its_replicas_and_each_of_them():
             assert fleet.service.law.table["b"].seen is Seen.SERVING
 
     run(test)
+
+
+def test_an_adapters_version_goes_to_those_that_know_it_and_changes_nothing_else():
+    async def test(clock: VirtualClock) -> None:
+        watched = Watched("a", "b", "c", clock=clock)
+        watched.replicas["a"].adapters.update(maths=3, tools=1)
+        watched.replicas["b"].adapters.update(maths=5)
+        async with watched.running() as fleet:
+            shown = {one.name: one.policy_version for one in fleet.service.status().adapters}
+            assert shown == {"maths": 3, "tools": 1}
+            loads = await fleet.service.load_weights(4, adapter="maths")
+            assert {one.replica: one.result for one in loads} == {"a": Result.LOADED, "b": Result.KEPT}
+            assert "maths 4 is old" in str(next(one.error for one in loads if one.replica == "b"))
+            assert fleet.replicas["a"].adapters == {"maths": 4, "tools": 1}
+            assert [replica.loads for replica in fleet.replicas.values()] == [[], [], []]
+            assert set(fleet.seen().values()) == {"serving"}
+            with pytest.raises(ModelError, match="no replica that serves knows adapter 'x'"):
+                await fleet.service.load_weights(1, adapter="x")
+
+    run(test)
+
+
+def test_the_version_that_a_request_wants_of_an_adapter_is_for_its_replica_to_judge():
+    message = pb.GenerateRequest(request_id="r", prompt_ids=[1], min_policy_version=9)
+    assert ask_of(message).min_policy_version == 9
+    message.adapter = "maths"
+    assert ask_of(message).min_policy_version == 0

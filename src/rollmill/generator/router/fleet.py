@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from rollmill.clock import Clock
-from rollmill.errors import DataError, EngineError, NotServing, RollmillError
+from rollmill.errors import DataError, EngineError, ModelError, NotServing, RollmillError
 from rollmill.generator.proto import policy_inference_pb2 as pb
 from rollmill.generator.router.law import RouterLaw
 from rollmill.generator.router.membership import ListUnreadable, Source
@@ -235,6 +235,43 @@ class Fleet:
             names = [member.name for member in members]
             update = RollingUpdate(names, max_unavailable=self._settings.max_unavailable)
             return await self._roll(update, policy_version)
+
+    async def load_adapter(self, name: str, policy_version: int, *, job: str = "") -> list[ReplicaLoad]:
+        """Have all replicas that serve and know an adapter load a version of it, at once: none of them pauses for it.
+
+        Args:
+            name: of the adapter.
+            policy_version: of it; 0 lets each replica take the newest.
+            job: whose replicas; empty for all.
+
+        Raises:
+            ModelError: if no replica that serves knows the adapter.
+        """
+        async with self._updating:
+            serving = [member.name for member in self._law.table.of_job(job) if member.seen is Seen.SERVING]
+            known = {one: {has.name for has in status.adapters} for one, status in self.statuses.items()}
+            names = [one for one in serving if name in known.get(one, ())]
+            if not names:
+                raise ModelError(
+                    f"no replica that serves knows adapter {name!r}: {self._law.table.summary()}. Start one with "
+                    f"--adapter {name}=DIR"
+                )
+            async with asyncio.TaskGroup() as tasks:
+                loads = [tasks.create_task(self._load_adapter(one, name, policy_version)) for one in names]
+            return [load.result() for load in loads]
+
+    async def _load_adapter(self, replica: str, name: str, policy_version: int) -> ReplicaLoad:
+        try:
+            upstream = self.upstreams[replica]
+            deadline_s = self._settings.load_deadline_s
+            reply = await upstream.load_weights(policy_version, timeout_s=deadline_s, adapter=name)
+        except KeyError:
+            gone = NotServing(f"{replica} was taken off the list")
+            return ReplicaLoad(replica=replica, result=Result.KEPT, error=gone)
+        except UpstreamError as error:
+            return ReplicaLoad(replica=replica, result=Result.KEPT, error=error.error)
+        await self._look(replica)
+        return ReplicaLoad(replica=replica, result=Result.LOADED, report=report_from_message(reply))
 
     def _check_job(self, job: str, members: Sequence[Member]) -> None:
         if not members:

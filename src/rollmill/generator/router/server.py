@@ -111,7 +111,8 @@ class RouterServicer:
     async def _load(self, request: pb.LoadWeightsRequest) -> pb.LoadWeightsReply | RollmillError:
         """Load; an error is a value here, so that it reaches its caller and not the task group."""
         try:
-            loads = await self.service.load_weights(request.policy_version, job=request.job)
+            load = self.service.load_weights
+            loads = await load(request.policy_version, job=request.job, adapter=request.adapter)
             reply = report_to_message(joined_report(loads, policy_version=request.policy_version))
         except RollmillError as error:
             return error

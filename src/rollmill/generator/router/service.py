@@ -6,7 +6,7 @@ Requests are passed on as the bytes they came in where the face has them (gRPC),
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -32,6 +32,7 @@ from rollmill.generator.wire import (
     chunk_from_message,
     request_to_message,
     sibling_id,
+    status_from_message,
     turns_from_message,
 )
 from rollmill.types import GenerateRequest, Turn
@@ -187,8 +188,10 @@ class RouterService:
 
     # -- control
 
-    async def load_weights(self, policy_version: int, *, job: str = "") -> list[ReplicaLoad]:
-        """Have the replicas of a job load a version, a few at a time; see `Fleet.load_weights`."""
+    async def load_weights(self, policy_version: int, *, job: str = "", adapter: str = "") -> list[ReplicaLoad]:
+        """Have the replicas of a job load a version; see `Fleet.load_weights` and `Fleet.load_adapter`."""
+        if adapter:
+            return await self.fleet.load_adapter(adapter, policy_version, job=job)
         return await self.fleet.load_weights(policy_version, job=job)
 
     async def drain(self, deadline_s: float, *, reason: str) -> int:
@@ -210,16 +213,7 @@ class RouterService:
 
     def status(self) -> ReplicaStatus:
         """Return the fleet as if it were one replica: sums, and the oldest version that serves."""
-        message = self.status_message()
-        return ReplicaStatus(
-            **{
-                name: getattr(message, name)
-                for name in ReplicaStatus.__struct_fields__
-                if name not in ("state", "seconds")
-            },
-            state=ReplicaState(message.state),
-            seconds=dict(message.seconds),
-        )
+        return status_from_message(self.status_message())
 
     def status_message(self) -> pb.StatusReply:
         """Return the fleet as if it were one replica, and each replica beside that."""
@@ -246,6 +240,7 @@ class RouterService:
             if status.HasField("host_kv"):
                 for field, value in status.host_kv.ListFields():
                     setattr(found.host_kv, field.name, getattr(found.host_kv, field.name) + value)
+        found.adapters.extend(_adapters_of(statuses))
         found.replicas.extend(
             pb.FleetMember(
                 replica=one.name,
@@ -289,3 +284,14 @@ class _Heard:
 
     def all(self) -> list[Turn]:
         return [self._turns[index] for index in range(len(self._parts))]
+
+
+def _adapters_of(statuses: Iterable[pb.StatusReply]) -> list[pb.AdapterStatus]:
+    """Return the adapters that any replica knows, each in the oldest version that one has loaded."""
+    found: dict[str, pb.AdapterStatus] = {}
+    for status in statuses:
+        for adapter in status.adapters:
+            before = found.setdefault(adapter.name, adapter)
+            if adapter.policy_version and not 0 < before.policy_version <= adapter.policy_version:
+                found[adapter.name] = adapter
+    return list(found.values())

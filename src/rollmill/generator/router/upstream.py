@@ -79,8 +79,8 @@ class Upstream(Protocol):
         """Return standing, weights and load."""
         ...
 
-    async def load_weights(self, policy_version: int, *, timeout_s: float) -> pb.LoadWeightsReply:
-        """Have it serve another version."""
+    async def load_weights(self, policy_version: int, *, timeout_s: float, adapter: str = "") -> pb.LoadWeightsReply:
+        """Have it serve another version, of its weights or of an adapter."""
         ...
 
     async def close(self) -> None:
@@ -181,9 +181,9 @@ class GrpcUpstream:
         """Return standing, weights and load."""
         return read(pb.StatusReply, await self._call("Status", b"", timeout_s=timeout_s), replica=self.address)
 
-    async def load_weights(self, policy_version: int, *, timeout_s: float) -> pb.LoadWeightsReply:
-        """Have it serve another version."""
-        data = pb.LoadWeightsRequest(policy_version=policy_version).SerializeToString()
+    async def load_weights(self, policy_version: int, *, timeout_s: float, adapter: str = "") -> pb.LoadWeightsReply:
+        """Have it serve another version, of its weights or of an adapter."""
+        data = pb.LoadWeightsRequest(policy_version=policy_version, adapter=adapter).SerializeToString()
         reply = await self._call("LoadWeights", data, timeout_s=timeout_s)
         return read(pb.LoadWeightsReply, reply, replica=self.address)
 
