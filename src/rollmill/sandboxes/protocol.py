@@ -353,7 +353,8 @@ class Sandbox(Protocol):
         """Keep its files as they are now; it goes on with them, in a fresh first process.
 
         Files have one moment only while nothing writes to them. So nothing may run, sessions neither; what was in
-        shared memory is gone, as after a restart.
+        shared memory is gone, as after a restart. This returns when the files are safe; later calls wait until the
+        sandbox answers again.
 
         Args:
             id: chosen by the caller, good for one snapshot.

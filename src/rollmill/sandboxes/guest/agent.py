@@ -206,12 +206,8 @@ class Agent:
         self._send({"n": head["n"], "op": "done", "changed": whole})
 
     def _usage(self, head: dict[str, Any], _: bytes) -> None:
-        # The image's overlay and /dev/shm lie on one file system, which holds all that the sandbox wrote.
-        found = os.statvfs("/dev/shm")
-        used = (found.f_blocks - found.f_bfree) * found.f_frsize
         processes = sum(name.isdigit() for name in os.listdir("/proc"))
-        counts = {"disk_bytes": used, "inodes": found.f_files - found.f_ffree, "processes": processes}
-        self._send({"n": head["n"], "op": "data", **counts})
+        self._send({"n": head["n"], "op": "data", **_written_counts(), "processes": processes})
 
     # -- processes ---------------------------------------------------------------------------------------------------
 
@@ -469,7 +465,7 @@ class Agent:
             return
         self._end_all()
         socket.send_fds(self._zygote, [b"layer"], [self._written])
-        self._send({"n": head["n"], "op": "done"})
+        self._send({"n": head["n"], "op": "done", **_written_counts()})
 
     def _end_all(self) -> None:
         """End every process but this one, and take leave of each."""
@@ -525,6 +521,12 @@ def _shell(wanted: str, path: str) -> list[str]:
         with suppress(FileNotFoundError):
             return [jobs.find_program(name, path), *ARGUMENTS[name]]
     return ["/bin/sh", *ARGUMENTS["sh"]]
+
+
+def _written_counts() -> dict[str, int]:
+    # The image's overlay and /dev/shm lie on one file system, which holds all that the sandbox wrote.
+    found = os.statvfs("/dev/shm")
+    return {"disk_bytes": (found.f_blocks - found.f_bfree) * found.f_frsize, "inodes": found.f_files - found.f_ffree}
 
 
 def _warm_key(user: User, env: dict[str, str]) -> str:

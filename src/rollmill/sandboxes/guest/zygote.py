@@ -361,9 +361,10 @@ def _real_paths(plan: dict[str, Any], *, mapped: bool) -> None:
 def _take_layer(gate: socket.socket) -> list[int]:
     """Return the one descriptor that an agent handed out last."""
     found: list[int] = []
+    gate.setblocking(False)  # Python 3.11 passes no flags on with descriptors
     while True:
         try:
-            message, given, _, _ = socket.recv_fds(gate, 16, 4, socket.MSG_DONTWAIT)
+            message, given, _, _ = socket.recv_fds(gate, 16, 4)
         except BlockingIOError:
             return found
         for one in found:

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from rollmill.errors import SandboxError, SandboxExhausted, SandboxFileError, SandboxUnsupported
+from rollmill.errors import SandboxBusy, SandboxError, SandboxExhausted, SandboxFileError, SandboxUnsupported
 from rollmill.sandboxes.guest.frames import BadFrame, Parser, encode
 from rollmill.sandboxes.records import ExecResult
 
@@ -20,7 +20,7 @@ _MOST_REPLY_HEAD_BYTES = 64 * 1024
 _MOST_REPLY_BYTES = 8 * 1024 * 1024
 
 
-class _Message(msgspec.Struct, frozen=True, kw_only=True):
+class Message(msgspec.Struct, frozen=True, kw_only=True):
     """Any message of an agent; fields that do not belong to its `op` have their defaults."""
 
     op: str
@@ -44,6 +44,8 @@ class _Message(msgspec.Struct, frozen=True, kw_only=True):
     disk_bytes: int = 0
     inodes: int = 0
     processes: int = 0
+    changed: bool = False
+    alive: bool = False
 
 
 class SetupFailed(SandboxError):
@@ -68,6 +70,7 @@ class RunningJob:
         self.number = number
         self.cap_bytes = cap_bytes
         self.pid = 0
+        self.goes_on = False
         self.kept: dict[int, bytearray] = {1: bytearray(), 2: bytearray()}
         self.received_bytes = 0
         self.chunks: list[tuple[int, bytes]] = []
@@ -94,8 +97,9 @@ class RunningJob:
                 one.set_exception(error)
         self.news.set()
 
-    def finish(self, message: _Message) -> None:
+    def finish(self, message: Message) -> None:
         """End with a result."""
+        self.goes_on = message.alive
         if not self.started.done():
             self.started.set_result(None)
         if not self.ended.done():
@@ -136,7 +140,7 @@ class AgentChannel(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._next = 1
         self._failure: Exception | None = None
-        self._waiting: dict[int, asyncio.Future[tuple[_Message, bytes]]] = {}
+        self._waiting: dict[int, asyncio.Future[tuple[Message, bytes]]] = {}
         self._jobs: dict[int, RunningJob] = {}
         self.output_bytes = 0
         self.ready: asyncio.Future[tuple[str, ...]] = asyncio.get_running_loop().create_future()
@@ -157,7 +161,7 @@ class AgentChannel(asyncio.Protocol):
         """Take bytes in."""
         try:
             for head, payload in self._parser.feed(data):
-                self._on_message(msgspec.convert(head, _Message), payload)
+                self._on_message(msgspec.convert(head, Message), payload)
         except (BadFrame, msgspec.ValidationError) as error:
             self.close()
             self._on_nonsense(f"its agent broke the protocol: {error}")
@@ -188,12 +192,12 @@ class AgentChannel(asyncio.Protocol):
         if self._transport is not None and not self._transport.is_closing():
             self._transport.write(encode(head, payload))
 
-    async def ask(self, head: dict[str, Any], payload: bytes | memoryview = b"") -> tuple[_Message, bytes]:
+    async def ask(self, head: dict[str, Any], payload: bytes | memoryview = b"") -> tuple[Message, bytes]:
         """Send a request and wait for its one reply; the caller bounds the wait."""
         if self._failure is not None:
             raise self._failure
         number = self._number()
-        future: asyncio.Future[tuple[_Message, bytes]] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[tuple[Message, bytes]] = asyncio.get_running_loop().create_future()
         future.add_done_callback(_look)
         self._waiting[number] = future
         self._send({**head, "n": number}, payload)
@@ -213,14 +217,14 @@ class AgentChannel(asyncio.Protocol):
 
     def tell(self, job: RunningJob, head: dict[str, Any], payload: bytes = b"") -> None:
         """Say something about a running program: a signal, or input."""
-        if job.number in self._jobs:
+        if self._jobs.get(job.number) is job:
             self._send({**head, "n": job.number}, payload)
 
     def _number(self) -> int:
         self._next += 1
         return self._next
 
-    def _on_message(self, message: _Message, payload: bytes) -> None:
+    def _on_message(self, message: Message, payload: bytes) -> None:
         if message.op == "ready":
             if not self.ready.done():
                 self.ready.set_result(message.protections)
@@ -237,7 +241,7 @@ class AgentChannel(asyncio.Protocol):
             else:
                 future.set_result((message, payload))
 
-    def _on_job(self, job: RunningJob, message: _Message, payload: bytes) -> None:
+    def _on_job(self, job: RunningJob, message: Message, payload: bytes) -> None:
         if message.op == "out" and message.stream in job.kept:
             self.output_bytes += len(payload)
             job.received_bytes += len(payload)
@@ -255,7 +259,7 @@ class AgentChannel(asyncio.Protocol):
             job.fail(_error(message))
 
 
-def _error(message: _Message) -> SandboxError:
+def _error(message: Message) -> SandboxError:
     if message.kind == "exhausted":
         return SandboxExhausted(
             f"the sandbox is out of something that its limits bound: {message.message}. End processes, remove files, "
@@ -263,6 +267,13 @@ def _error(message: _Message) -> SandboxError:
         )
     if message.kind in ("missing", "refused", "not_a_file"):
         return SandboxFileError(message.message)
+    if message.kind == "busy":
+        return SandboxBusy(
+            f"this needs a sandbox in which nothing runs: {message.message}. Wait for them, or have them stopped "
+            "(stop_processes)."
+        )
+    if message.kind == "no_session":
+        return SandboxError(message.message)
     if message.kind == "unknown_user":
         return SandboxUnsupported(message.message, capability="users")
     if message.kind == "no_python":

@@ -11,7 +11,6 @@ No lock is held across any of these. The record of a sandbox is on disk before t
 from __future__ import annotations
 
 import asyncio
-import errno
 import itertools
 import os
 import socket
@@ -24,24 +23,25 @@ from typing import Any
 import msgspec
 
 from rollmill.errors import (
-    ConfigError,
     DeadlineExceeded,
-    ImageError,
-    IsolationError,
     SandboxDead,
     SandboxError,
     SandboxIdInUse,
     SandboxRetryable,
 )
 from rollmill.sandboxes.backends.namespaces.channel import SetupFailed
+from rollmill.sandboxes.backends.namespaces.checks import check_image, check_spec, explain_failure
 from rollmill.sandboxes.backends.namespaces.sandbox import NamespaceSandbox
 from rollmill.sandboxes.backends.namespaces.settings import NamespaceSettings
+from rollmill.sandboxes.backends.namespaces.snapshot_book import Kept
+from rollmill.sandboxes.backends.namespaces.snapshot_calls import BACKEND, SnapshotCalls
+from rollmill.sandboxes.backends.namespaces.snapshots import Snapshots
 from rollmill.sandboxes.backends.namespaces.zygote_link import ZygoteLink
 from rollmill.sandboxes.disk_records import DiskRecord, DiskRecords, ProcessMark, check_id, mark_of
 from rollmill.sandboxes.guest import cgroups
 from rollmill.sandboxes.guest.cgroups import Groups
 from rollmill.sandboxes.images.uses import ImageUses
-from rollmill.sandboxes.isolation import WORDS, Protection, known, require
+from rollmill.sandboxes.isolation import known, require
 from rollmill.sandboxes.lifecycle import dead_error, death, explain_end
 from rollmill.sandboxes.records import (
     Capabilities,
@@ -57,20 +57,14 @@ from rollmill.sandboxes.records import (
 from rollmill.sandboxes.sweep import sweep
 from rollmill.sandboxes.tally import Observer
 
-BACKEND = "namespaces"
 _PREPARING = "prepare/"  # never a sandbox's id
 _REMEMBERED_ENDS = 1000
 _RETRY_AFTER_S = 1.0
-_NO_ROOM = (errno.EAGAIN, errno.ENOMEM, errno.ENOSPC, errno.EMFILE, errno.ENFILE)
 _CLEAN_LOOK_S = 0.02
 _LAST_WORDS_S = 1.0
-_REFUSALS = (errno.EPERM, errno.EACCES, errno.ENOSYS, errno.EINVAL)
-_BAD_PATHS = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EACCES)
-# To show the host's would undo what keeps the sandbox away from it.
-_OWN_DIRECTORIES = ("", "proc", "sys", "dev")
 
 
-class NamespaceProvider:
+class NamespaceProvider(SnapshotCalls):
     """Runs sandboxes of this machine. Use it as an asynchronous context manager, or call `close`.
 
     Args:
@@ -82,7 +76,8 @@ class NamespaceProvider:
         self._settings = NamespaceSettings() if settings is None else settings
         self._observer = observer
         self.records = DiskRecords(self._settings.records_directory())
-        self._images = ImageUses(self._settings.images, what=f"sandboxes of process {os.getpid()}")
+        images = ImageUses(self._settings.images, what=f"sandboxes of process {os.getpid()}")
+        super().__init__(Snapshots(self._settings, order=self._order_layers), images=images)
         self._hierarchies = cgroups.discover()
         self._alive: dict[str, NamespaceSandbox] = {}
         self._ends: OrderedDict[str, SandboxStatus] = OrderedDict()
@@ -100,6 +95,7 @@ class NamespaceProvider:
         if self._observer is not None:
             self._observer.swept(removed=len(report.removed), left=len(report.left))
         await self._running_zygote()
+        await self._hold_images()
         return self
 
     async def __aexit__(
@@ -113,6 +109,10 @@ class NamespaceProvider:
     async def capabilities(self) -> Capabilities:
         """Return what this backend can do on this machine."""
         return Capabilities(
+            files_snapshot=True,
+            fork=True,
+            sessions=True,
+            terminals=True,
             pause=any(one.version == 2 for one in self._hierarchies),
             extend_ttl=True,
             labels=True,
@@ -124,7 +124,7 @@ class NamespaceProvider:
 
     async def prepare(self, image: Image) -> None:
         """Check that an image can be used; one of the store gets its layers ready."""
-        _check_image(image)
+        check_image(image)
         if isinstance(image, NamedImage):
             await self._images.acquire(image.name, user=_PREPARING)
             self._images.release(_PREPARING)
@@ -133,19 +133,25 @@ class NamespaceProvider:
         self, spec: SandboxSpec, *, id: str, labels: Mapping[str, str] | None = None, lease: Lease
     ) -> NamespaceSandbox:
         """Start a sandbox and wait until it answers."""
+        return await self._make(spec, id=id, labels=labels or {}, lease=lease)
+
+    async def _make(
+        self, spec: SandboxSpec, *, id: str, labels: Mapping[str, str], lease: Lease, kept: Kept | None = None
+    ) -> NamespaceSandbox:
         check_id(id)
         if (known_one := self._alive.get(id)) is not None:
-            return await self._same(known_one, spec)
+            return await self._same(known_one, spec, kept)
         if id in self._ends:
             raise SandboxIdInUse(f"sandbox {id} has ended; an id names one sandbox for good, so choose another")
-        _check_spec(spec)
+        check_spec(spec)
         zygote = await self._running_zygote()
         if isinstance(spec.image, NamedImage) and id not in self._alive:
-            await self._images.acquire(spec.image.name, user=id)
+            image = spec.image.name if kept is None or not kept.image_digest else kept.image_digest
+            await self._images.acquire(image, user=id)
         if id in self._alive:
-            return await self._same(self._alive[id], spec)
+            return await self._same(self._alive[id], spec, kept)
         try:
-            sandbox = self._register(spec, sandbox_id=id, labels=labels or {}, lease=lease, helper=zygote.mark)
+            sandbox = self._register(spec, sandbox_id=id, labels=labels, lease=lease, helper=zygote.mark, kept=kept)
         except BaseException:
             self._images.release(id)
             raise
@@ -161,7 +167,7 @@ class NamespaceProvider:
             ) from None
         except SetupFailed as error:
             await self._put_down(sandbox)
-            raise self._explain(error, sandbox) from error
+            raise explain_failure(error, sandbox_id=sandbox.id) from error
         except asyncio.CancelledError:
             sandbox.order_end(DeathReason.START_FAILED)  # whoever cancels has no time; the order needs nobody who waits
             raise
@@ -217,6 +223,7 @@ class NamespaceProvider:
     async def close(self) -> None:
         """End every sandbox, and the zygote."""
         self._closed = True
+        self._snapshots.lose()
         try:
             await self.kill(list(self._alive))
         finally:
@@ -225,21 +232,25 @@ class NamespaceProvider:
             for sandbox in list(self._alive.values()):
                 self._forget(sandbox, reason=DeathReason.RELEASED, detail="its provider was closed")
             self._images.close()
+            self._snapshots.close()
             if self._cleaning:
                 await asyncio.gather(*self._cleaning)
 
     # -- creation ----------------------------------------------------------------------------------------------------
 
-    async def _same(self, sandbox: NamespaceSandbox, spec: SandboxSpec) -> NamespaceSandbox:
-        if sandbox.spec != spec:
-            raise SandboxIdInUse(f"sandbox {sandbox.id} lives and has another spec; choose another id, or end it first")
+    async def _same(self, sandbox: NamespaceSandbox, spec: SandboxSpec, kept: Kept | None) -> NamespaceSandbox:
+        if sandbox.spec != spec or sandbox.origin != _origin(kept):
+            raise SandboxIdInUse(
+                f"sandbox {sandbox.id} lives and has another spec, or comes from another snapshot; choose another id, "
+                "or end it first"
+            )
         try:
             await asyncio.wait_for(asyncio.shield(sandbox.channel.ready), self._settings.start_s)
         except TimeoutError:
             what = f"sandbox {sandbox.id} is being started by another call, for more than {self._settings.start_s:g} s"
             raise SandboxRetryable(what, after_s=_RETRY_AFTER_S) from None
         except SetupFailed as error:
-            raise self._explain(error, sandbox) from error
+            raise explain_failure(error, sandbox_id=sandbox.id) from error
         return sandbox
 
     async def _running_zygote(self) -> ZygoteLink:
@@ -269,8 +280,11 @@ class NamespaceProvider:
         labels: Mapping[str, str],
         lease: Lease,
         helper: ProcessMark | None,
+        kept: Kept | None,
     ) -> NamespaceSandbox:
         """Write the record, then take the sandbox into the books."""
+        if kept is not None:
+            self._snapshots.book.find(kept.ref.snapshot_id)  # it may have been deleted while an image was looked for
         groups = Groups.planned(self._hierarchies, name=f"{self._owner.pid}-{sandbox_id}")
         if self.records.path(sandbox_id).exists():
             raise SandboxIdInUse(f"a record of sandbox {sandbox_id} exists: another process's, or one to be swept")
@@ -296,12 +310,18 @@ class NamespaceProvider:
             labels=labels,
             lease=lease,
             groups=groups,
+            start_s=self._settings.start_s + self._settings.store_s,
             answer_s=self._settings.answer_s,
             end_s=self._settings.end_s,
             order_kill=self._order_kill,
             record=record,
+            home=self,
+            origin=_origin(kept),
+            id_base=self._settings.id_range(next(self._numbers)) if kept is None else kept.id_base,
         )
         self._alive[sandbox_id] = sandbox
+        if kept is not None:
+            self._stand_on(sandbox, kept.chain)
         return sandbox
 
     async def _start(self, sandbox: NamespaceSandbox, zygote: ZygoteLink) -> NamespaceSandbox:
@@ -329,17 +349,18 @@ class NamespaceProvider:
 
     def _order(self, sandbox: NamespaceSandbox) -> dict[str, Any]:
         limits = sandbox.spec.limits
-        id_base = self._settings.id_range(next(self._numbers))
+        layers, lent = self._snapshots.below(sandbox.chain)
+        size_bytes, inodes = self._snapshots.room(sandbox.chain, disk_bytes=limits.disk_bytes, inodes=limits.inodes)
         processes = limits.pids + 1  # its agent is one
         plan = {
             "name": "sandbox",
             "lowers": self._lowers(sandbox),
-            "layers": [],
-            "lent": [],
+            "layers": layers,
+            "lent": lent,
             "expose": list(sandbox.spec.expose),
-            "all_users": id_base is not None,
-            "size_bytes": limits.disk_bytes,
-            "inodes": limits.inodes,
+            "all_users": sandbox.id_base is not None,
+            "size_bytes": size_bytes,
+            "inodes": inodes,
             "seccomp": True,
             "landlock": True,
             "limits": {
@@ -354,7 +375,7 @@ class NamespaceProvider:
         return {
             "op": "create",
             "id": sandbox.id,
-            "id_base": id_base,
+            "id_base": sandbox.id_base,
             "groups": sandbox.groups.directories,
             "caps": caps,
             "record": os.fspath(self.records.path(sandbox.id)),
@@ -375,31 +396,19 @@ class NamespaceProvider:
         except DeadlineExceeded:
             return  # ordered; its record stays until the zygote has seen its end
 
-    def _explain(self, error: SetupFailed, sandbox: NamespaceSandbox) -> SandboxError | IsolationError:
-        what = f"sandbox {sandbox.id} could not be set up, at the step {error.step!r}: {error}"
-        if error.errno in _NO_ROOM:
-            return SandboxRetryable(
-                f"{what}. The machine, or this user's namespaces (user.max_*_namespaces), are used up, or limits are "
-                "too small for an empty sandbox.",
-                after_s=_RETRY_AFTER_S,
-            )
-        if error.step == "mount the root" and error.errno in _BAD_PATHS:
-            return ImageError(f"{what}. A directory of the image, or a path to be shown, cannot be reached.")
-        if error.errno in _REFUSALS:
-            advice = WORDS[Protection.NAMESPACES][1]
-            return IsolationError(
-                f"{what}. The kernel refuses it, and nothing was started without it. {advice}. Inside a container, let "
-                "its seccomp profile allow this and do not mask its /proc. `rollmill sandbox doctor` says more."
-            )
-        return SandboxError(what)
-
     # -- what the zygote says ----------------------------------------------------------------------------------------
 
     def _order_kill(self, sandbox_id: str) -> None:
         if self._zygote is not None:
             self._zygote.order({"op": "kill", "id": sandbox_id})
 
+    def _order_layers(self, order: dict[str, Any]) -> bool:
+        return self._zygote is not None and self._zygote.order(order)
+
     def _on_report(self, report: dict[str, Any]) -> None:
+        if report["op"] in ("kept", "keeper_lost"):
+            self._snapshots.on_report(report)
+            return
         sandbox = self._alive.get(report["id"])
         if sandbox is None:
             return  # ended for us already, when an older zygote was lost
@@ -409,7 +418,7 @@ class NamespaceProvider:
             failure = SetupFailed(report["message"], step="clone", errno=report["errno"])
             if not sandbox.channel.ready.done():
                 sandbox.channel.ready.set_exception(failure)
-            self._forget(sandbox, reason=DeathReason.START_FAILED, detail=report["message"])
+            self._forget(sandbox, reason=sandbox.ordered or DeathReason.START_FAILED, detail=report["message"])
         elif report["op"] == "gone":
             self._on_gone(sandbox, report)
 
@@ -424,6 +433,10 @@ class NamespaceProvider:
                 sandbox.distrust(f"its record cannot be written: {error}", DeathReason.START_FAILED)
 
     def _on_gone(self, sandbox: NamespaceSandbox, report: dict[str, Any]) -> None:
+        if sandbox.rested is not None and sandbox.ordered is None:
+            if not sandbox.rested.done():
+                sandbox.rested.set_result(None)
+            return
         end = explain_end(
             ordered=sandbox.ordered,
             exit_code=report["exit"],
@@ -452,6 +465,7 @@ class NamespaceProvider:
             self.records.remove(sandbox.id)  # if this fails the loop reports it, and a later sweep tries again
         finally:
             self._images.release(sandbox.id)
+            self._snapshots.release(sandbox.id)
             end = death(reason, detail=detail)
             sandbox.ended(end)
             if self._observer is not None:
@@ -462,6 +476,7 @@ class NamespaceProvider:
 
     def _on_lost(self, cause: str) -> None:
         """With the zygote the kernel has killed every sandbox; what stays are groups, removed beside the loop."""
+        self._snapshots.lose()
         lost = list(self._alive.values())
         records = [one.record for one in lost]
         for sandbox in lost:
@@ -471,11 +486,16 @@ class NamespaceProvider:
                 self._observer.ended(end)
             self._alive.pop(sandbox.id, None)
             self._images.release(sandbox.id)
+            self._snapshots.release(sandbox.id)
             self._ends[sandbox.id] = sandbox.status()
         loop = asyncio.get_running_loop()
         cleaning = loop.run_in_executor(None, _clean_up, self._zygote, self.records, records, self._settings.end_s)
         self._cleaning.add(cleaning)
         cleaning.add_done_callback(self._cleaning.discard)
+
+
+def _origin(kept: Kept | None) -> str:
+    return "" if kept is None else kept.ref.snapshot_id
 
 
 def _own_mark() -> ProcessMark:
@@ -489,28 +509,6 @@ def _socketpair() -> tuple[socket.socket, socket.socket]:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     ours.setblocking(False)
     return ours, theirs
-
-
-def _check_spec(spec: SandboxSpec) -> None:
-    _check_image(spec.image)
-    for path in spec.expose:
-        if not path.startswith("/") or not os.path.exists(path):
-            raise ImageError(f"{path!r} is to be shown in the sandbox and is no absolute path of something that exists")
-        top = os.path.normpath(path).split("/")[1]
-        if top in _OWN_DIRECTORIES:
-            raise ConfigError(
-                f"{path!r} cannot be shown in a sandbox: /{top} is its own. Name a directory below another."
-            )
-
-
-def _check_image(image: Image) -> None:
-    if not isinstance(image, DirectoryImage):
-        return
-    if not image.layers:
-        raise ImageError("an image of no directories is no image; give at least one")
-    for path in image.layers:
-        if not path.startswith("/") or not os.path.isdir(path):
-            raise ImageError(f"the layer {path!r} is no absolute path of a directory; was the image unpacked here?")
 
 
 def _clean_up(zygote: ZygoteLink | None, records: DiskRecords, left: Sequence[DiskRecord], limit_s: float) -> None:

@@ -5,27 +5,29 @@ from __future__ import annotations
 import asyncio
 import signal as signals
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 
-from rollmill.errors import DeadlineExceeded, SandboxError, SandboxExhausted, SandboxFileError, SandboxUnsupported
-from rollmill.sandboxes.backends.namespaces.channel import AgentChannel, RunningJob
+from rollmill.errors import DeadlineExceeded, SandboxBusy, SandboxError, SandboxUnsupported
+from rollmill.sandboxes.backends.namespaces.channel import AgentChannel, Message, RunningJob
+from rollmill.sandboxes.backends.namespaces.file_calls import FileCalls
+from rollmill.sandboxes.backends.namespaces.session import NamespaceSession
 from rollmill.sandboxes.disk_records import DiskRecord
 from rollmill.sandboxes.guest.cgroups import Groups
 from rollmill.sandboxes.guest.frames import CHUNK_BYTES
 from rollmill.sandboxes.isolation import IsolationLevel, known, level_of
 from rollmill.sandboxes.lifecycle import dead_error
-from rollmill.sandboxes.protocol import DEFAULT_OUTPUT_CAP_BYTES, DEFAULT_READ_BYTES, check_call
+from rollmill.sandboxes.protocol import DEFAULT_OUTPUT_CAP_BYTES, check_call, check_terminal
 from rollmill.sandboxes.records import (
     Death,
     DeathReason,
     ExecResult,
-    FileInfo,
     Lease,
     SandboxSpec,
     SandboxState,
     SandboxStatus,
+    SnapshotRef,
     Usage,
 )
 
@@ -34,6 +36,26 @@ T = TypeVar("T")
 MOST_STDIN_BYTES = 12 * 1024 * 1024
 MOST_CODE_BYTES = 4 * 1024 * 1024
 _NEVER_S = 10 * 365 * 86400.0
+
+
+class SnapshotHome(Protocol):
+    """Where snapshots are taken: the provider."""
+
+    async def snapshot_of(self, sandbox: NamespaceSandbox, *, id: str, stop_processes: bool, end: bool) -> SnapshotRef:
+        """Take one."""
+        ...
+
+    async def fork_of(
+        self,
+        sandbox: NamespaceSandbox,
+        ids: Sequence[str],
+        *,
+        lease: Lease,
+        labels: Mapping[str, str] | None,
+        stop_processes: bool,
+    ) -> tuple[NamespaceSandbox, ...]:
+        """Take one for a moment, and restore it."""
+        ...
 
 
 class NamespaceProcess:
@@ -72,12 +94,17 @@ class NamespaceProcess:
         """Send a signal to its process group; SIGKILL reaches its descendants too."""
         self._sandbox.channel.tell(self._job, {"op": "signal", "signal": int(number)})
 
+    async def resize(self, rows: int, columns: int) -> None:
+        """Change the size of its terminal."""
+        check_terminal((rows, columns))
+        self._sandbox.channel.tell(self._job, {"op": "resize", "terminal": [rows, columns]})
+
     async def wait(self) -> ExecResult:
         """Wait for its end; its timeout, or the sandbox's wall limit, bounds the wait."""
         return await asyncio.shield(self._job.ended)
 
 
-class NamespaceSandbox:
+class NamespaceSandbox(FileCalls):
     """One sandbox.
 
     Args:
@@ -86,10 +113,16 @@ class NamespaceSandbox:
         labels: as given.
         lease: the first one.
         groups: its cgroups.
+        start_s: how long it may take to answer again after a snapshot.
         answer_s: how late its agent may be.
         end_s: how long its end may take.
         order_kill: asks the zygote to kill it.
         record: what is on disk.
+        home: takes snapshots.
+        chain: layers below what it writes, the uppermost first.
+        layer_counts: bytes and inodes of these.
+        id_base: first of its ids on the host.
+        origin: the snapshot that it was restored from, empty if none.
     """
 
     def __init__(
@@ -100,10 +133,16 @@ class NamespaceSandbox:
         labels: Mapping[str, str],
         lease: Lease,
         groups: Groups,
+        start_s: float,
         answer_s: float,
         end_s: float,
         order_kill: Callable[[str], None],
         record: DiskRecord,
+        home: SnapshotHome,
+        chain: tuple[str, ...] = (),
+        layer_counts: tuple[int, int] = (0, 0),
+        id_base: int | None = None,
+        origin: str = "",
     ) -> None:
         self._id = sandbox_id
         self.spec = spec
@@ -112,6 +151,14 @@ class NamespaceSandbox:
         self.groups = groups
         self.record = record
         self.first_process_s: float | None = None
+        self._home = home
+        self.chain = chain
+        self.layer_counts = layer_counts
+        self.id_base = id_base
+        self.origin = origin
+        self.rested: asyncio.Future[None] | None = None
+        self._still: asyncio.Future[None] | None = None
+        self._start_s = start_s
         self._answer_s = answer_s
         self._end_s = end_s
         self._order_kill = order_kill
@@ -174,8 +221,9 @@ class NamespaceSandbox:
     def became_ready(self, protections: tuple[str, ...]) -> None:
         """Note that its agent answers."""
         self.protections = protections
-        if self._state is SandboxState.STARTING:
+        if self._state in (SandboxState.STARTING, SandboxState.SNAPSHOTTING):
             self._state = SandboxState.READY
+            self._tell_awake()
 
     def distrust(self, complaint: str, reason: DeathReason = DeathReason.EXITED) -> None:
         """Give it up for what its agent did, or for what could not be done around it."""
@@ -191,6 +239,7 @@ class NamespaceSandbox:
             return
         self.ordered = reason
         self._state = SandboxState.STOPPING
+        self._tell_awake()
         self._order_kill(self._id)
 
     def ended(self, end: Death) -> None:
@@ -199,9 +248,12 @@ class NamespaceSandbox:
             return
         self._death = end
         self._state = SandboxState.LOST if end.reason is DeathReason.PROVIDER_LOST else SandboxState.DEAD
+        self._tell_awake()
         self._lease_timer.cancel()
         self._wall_timer.cancel()
         self.channel.fail_all(dead_error(self._id, end))
+        if self.rested is not None and not self.rested.done():
+            self.rested.set_exception(dead_error(self._id, end))
         self.gone.set_result(end)
 
     async def kill(self, reason: DeathReason = DeathReason.RELEASED) -> Death:
@@ -232,7 +284,7 @@ class NamespaceSandbox:
         Raises:
             SandboxUnsupported: without a cgroup v2 hierarchy that this user may write to.
         """
-        self._check_alive()
+        await self.awake_or_paused()
         if self._state is SandboxState.READY:
             self._freeze(True)
             self._state = SandboxState.PAUSED
@@ -256,10 +308,90 @@ class NamespaceSandbox:
         if self._death is not None:
             raise dead_error(self._id, self._death)
 
-    def _check_running(self) -> None:
+    def check_running(self) -> None:
+        """Refuse a call while it cannot be answered."""
         self._check_alive()
         if self._state is SandboxState.PAUSED:
             raise SandboxError(f"sandbox {self._id} is paused and answers nothing; resume it first")
+
+    async def awake(self) -> None:
+        """Wait until a snapshot that is being taken is done, then refuse a call that cannot be answered.
+
+        Raises:
+            DeadlineExceeded: if that takes longer than a start may.
+        """
+        while self._state is SandboxState.SNAPSHOTTING and self._death is None:
+            if self._still is None or self._still.done():
+                self._still = self._loop.create_future()
+            try:
+                await asyncio.wait_for(asyncio.shield(self._still), self._start_s)
+            except TimeoutError:
+                raise DeadlineExceeded(
+                    f"a snapshot of sandbox {self._id} was not done after {self._start_s:g} s; storing or merging many "
+                    "files takes long (snapshot_directory, snapshot_depth), or the machine is overloaded"
+                ) from None
+        self.check_running()
+
+    async def awake_or_paused(self) -> None:
+        """Wait as `awake` does; a paused one is as good."""
+        self._check_alive()
+        if self._state is not SandboxState.PAUSED:
+            await self.awake()
+
+    def _tell_awake(self) -> None:
+        if self._still is not None and not self._still.done():
+            self._still.set_result(None)
+
+    # -- snapshots ---------------------------------------------------------------------------------------------------
+
+    async def snapshot(self, *, id: str, stop_processes: bool = False, end: bool = False) -> SnapshotRef:
+        """Keep its files as they are now."""
+        return await self._home.snapshot_of(self, id=id, stop_processes=stop_processes, end=end)
+
+    async def fork(
+        self,
+        ids: Sequence[str],
+        *,
+        lease: Lease,
+        labels: Mapping[str, str] | None = None,
+        stop_processes: bool = False,
+    ) -> tuple[NamespaceSandbox, ...]:
+        """Make sandboxes with its files: all of them, or none."""
+        return await self._home.fork_of(self, ids, lease=lease, labels=labels, stop_processes=stop_processes)
+
+    def begin_snapshot(self) -> None:
+        """Answer nothing else until `end_snapshot`, or until it has started anew."""
+        self.check_running()
+        if self._state is not SandboxState.READY:
+            raise SandboxBusy(f"sandbox {self._id} is {self._state.value}; a snapshot is taken of one that is ready")
+        self._state = SandboxState.SNAPSHOTTING
+
+    def end_snapshot(self) -> None:
+        """Answer again."""
+        if self._state is SandboxState.SNAPSHOTTING:
+            self._state = SandboxState.READY
+            self._tell_awake()
+
+    async def hand_layer_out(self, *, force: bool) -> tuple[int, int]:
+        """Have the agent end its helpers and hand out what was written; return bytes and inodes of it."""
+        message, _ = await self.answered(self.channel.ask({"op": "layer", "force": force}))
+        return message.disk_bytes, message.inodes
+
+    async def end_first_process(self) -> None:
+        """End the first process, to start another in its place: nobody waits on the old one after this."""
+        self.rested = self._loop.create_future()
+        self.rested.add_done_callback(lambda future: future.cancelled() or future.exception())
+        self._order_kill(self._id)
+        try:
+            await asyncio.wait_for(asyncio.shield(self.rested), self._end_s)
+        except TimeoutError:
+            raise DeadlineExceeded(
+                f"the first process of sandbox {self._id} did not end within {self._end_s:g} s"
+            ) from None
+        finally:
+            self.rested = None
+        self.channel.fail_all(SandboxBusy(f"sandbox {self._id} was started anew after a snapshot, meanwhile"))
+        self.channel = AgentChannel(on_nonsense=self.distrust)
 
     # -- programs ----------------------------------------------------------------------------------------------------
 
@@ -288,13 +420,40 @@ class NamespaceSandbox:
         user: str | None = None,
         timeout_s: float | None = None,
         output_cap_bytes: int = DEFAULT_OUTPUT_CAP_BYTES,
+        pty: tuple[int, int] | None = None,
     ) -> NamespaceProcess:
         """Start a program and let it run."""
-        self._check_running()
+        check_terminal(pty)
         head = self._head("exec", argv, cwd=cwd, env=env, user=user, timeout_s=timeout_s, cap=output_cap_bytes)
-        job = self.channel.begin({**head, "stdin_open": True})
-        await self._answered(asyncio.shield(job.started))
+        await self.awake()
+        job = self.channel.begin({**head, "stdin_open": True, "terminal": pty})
+        await self.answered(asyncio.shield(job.started))
         return NamespaceProcess(self, job)
+
+    async def open_session(
+        self,
+        *,
+        shell: str | None = None,
+        cwd: str | None = None,
+        env: Mapping[str, str] | None = None,
+        user: str | None = None,
+    ) -> NamespaceSession:
+        """Start a shell that stays."""
+        check_call([shell or "sh"], env=env, timeout_s=None, output_cap_bytes=0)
+        head = {"op": "open", "shell": shell, "cwd": cwd, "env": dict(env or {}), "user": user}
+        message, _ = await self._ask(head)
+        session = NamespaceSession(self, message.n)
+        try:
+            result = await session.run(":", timeout_s=self._answer_s)
+            why = f"it ended with {result.exit_code}: {result.stderr[-200:].decode('utf-8', 'replace').strip()}"
+        except SandboxError as error:
+            if type(error) is not SandboxError:
+                raise
+            why = str(error)  # its shell had ended before the line came
+        if not session.alive:
+            what = f"the sandbox has no shell {shell or 'bash or sh'} that could stay"
+            raise SandboxUnsupported(f"{what}; {why}", capability="sessions")
+        return session
 
     async def run_python(
         self,
@@ -340,15 +499,15 @@ class NamespaceSandbox:
         }
 
     async def _run(self, head: dict[str, Any], payload: bytes, *, timeout_s: float) -> ExecResult:
-        self._check_running()
+        await self.awake()
         job = self.channel.begin(head, payload)
         try:
-            return await self._answered(asyncio.shield(job.ended), also_s=timeout_s)
+            return await self.answered(asyncio.shield(job.ended), also_s=timeout_s)
         except asyncio.CancelledError:
             self.channel.tell(job, {"op": "signal", "signal": int(signals.SIGKILL)})
             raise
 
-    async def _answered(self, answer: Coroutine[Any, Any, T] | asyncio.Future[T], *, also_s: float = 0.0) -> T:
+    async def answered(self, answer: Coroutine[Any, Any, T] | asyncio.Future[T], *, also_s: float = 0.0) -> T:
         """Wait for the agent; one that does not answer is given up, and its sandbox with it."""
         limit_s = min(also_s + self._answer_s, _NEVER_S)
         try:
@@ -360,49 +519,15 @@ class NamespaceSandbox:
                 "processor share may be too small for what runs in it (limits.cpus), or the machine is overloaded."
             ) from None
 
-    # -- files -------------------------------------------------------------------------------------------------------
+    # -- files and counts --------------------------------------------------------------------------------------------
 
-    async def read(self, path: str, *, max_bytes: int = DEFAULT_READ_BYTES) -> bytes:
-        """Return a file's content."""
-        _check_path(path)
-        self._check_running()
-        found = bytearray()
-        while True:
-            # One byte beyond tells a file that is too large, also one whose size reads as 0, as in /proc.
-            length = min(CHUNK_BYTES, max_bytes + 1 - len(found))
-            head = {"op": "read", "path": path, "offset": len(found), "length": length}
-            message, data = await self._answered(self.channel.ask(head))
-            found += data
-            if len(found) > max_bytes:
-                raise SandboxFileError(
-                    f"{path} holds more than {max_bytes} bytes (size {message.size}); raise max_bytes, or read a "
-                    "part of it inside"
-                )
-            if not data:
-                return bytes(found)
-
-    async def write(self, path: str, data: bytes, *, mode: int = 0o644, user: str | None = None) -> None:
-        """Write a file, and make the directories above it."""
-        _check_path(path)
-        self._check_running()
-        view = memoryview(data)
-        for start in range(0, max(1, len(data)), CHUNK_BYTES):
-            head = {"op": "write", "path": path, "offset": start, "mode": mode, "user": user}
-            await self._answered(self.channel.ask(head, view[start : start + CHUNK_BYTES]))
-
-    async def list_dir(self, path: str) -> tuple[FileInfo, ...]:
-        """Return a directory's entries by name, 10,000 at most."""
-        _check_path(path)
-        self._check_running()
-        message, data = await self._answered(self.channel.ask({"op": "list", "path": path}))
-        entries = msgspec.json.decode(data, type=tuple[FileInfo, ...])
-        if message.truncated:
-            raise SandboxExhausted(f"{path} has more than {len(entries)} entries; list it inside, in parts")
-        return entries
+    async def _ask(self, head: dict[str, Any], payload: bytes | memoryview = b"") -> tuple[Message, bytes]:
+        await self.awake()
+        return await self.answered(self.channel.ask(head, payload))
 
     async def usage(self) -> Usage:
         """Return what it uses now; a paused one shows what its cgroups count."""
-        self._check_alive()
+        await self.awake_or_paused()
         counts = self.groups.usage()
         cpu_us = counts.get("cpu_us")
         found = Usage(
@@ -414,14 +539,10 @@ class NamespaceSandbox:
         )
         if self._state is SandboxState.PAUSED:
             return found
-        inside, _ = await self._answered(self.channel.ask({"op": "usage"}))
+        inside, _ = await self.answered(self.channel.ask({"op": "usage"}))
         processes = inside.processes if found.processes is None else found.processes
-        return msgspec.structs.replace(found, disk_bytes=inside.disk_bytes, inodes=inside.inodes, processes=processes)
-
-
-def _check_path(path: str) -> None:
-    if not path.startswith("/") or "\0" in path:
-        raise SandboxFileError(f"{path!r} is no absolute path inside the sandbox")
+        disk_bytes, inodes = inside.disk_bytes + self.layer_counts[0], inside.inodes + self.layer_counts[1]
+        return msgspec.structs.replace(found, disk_bytes=disk_bytes, inodes=inodes, processes=processes)
 
 
 def _bounded(data: bytes, most: int, name: str) -> bytes:

@@ -17,6 +17,7 @@ DEFAULT_ID_BASE = 1_900_000_000
 IDS_PER_SANDBOX = 65_536
 DEFAULT_ID_RANGES = 3_700
 _LARGEST_ID = 2**31 - 1
+MOST_LAYERS = 64
 
 
 class NamespaceSettings(Record, frozen=True, kw_only=True):
@@ -32,6 +33,15 @@ class NamespaceSettings(Record, frozen=True, kw_only=True):
         end_s: from the order to end a sandbox until nothing of it is left.
         answer_s: how long an agent may be late with an answer before its sandbox is given up.
         images: the store in which images are found by name.
+        snapshot_directory: where snapshots are kept; `None`: in memory, where they take a moment at any size and end
+            with this provider. On a disk they take as long as their files to copy, and outlive it. One provider at a
+            time.
+        snapshot_bytes: that all snapshots may take together. Raising it keeps more suspended rollouts on this node, and
+            leaves it less memory, or disk.
+        snapshot_inodes: the same for files and directories, each of which takes about a KiB of kernel memory.
+        snapshot_depth: layers below a sandbox. When a snapshot would make it deeper, all are merged into one, which
+            takes as long as copying them; lower is faster to open files in, and merges more often.
+        store_s: how long merging or storing a snapshot may take.
     """
 
     directory: Path | None = None
@@ -43,6 +53,11 @@ class NamespaceSettings(Record, frozen=True, kw_only=True):
     end_s: float = 60.0
     answer_s: float = 30.0
     images: ImageStoreSettings = ImageStoreSettings()
+    snapshot_directory: Path | None = None
+    snapshot_bytes: int = 4 * 1024**3
+    snapshot_inodes: int = 500_000
+    snapshot_depth: int = 16
+    store_s: float = 300.0
 
     def __post_init__(self) -> None:
         last = self.id_base + self.id_ranges * IDS_PER_SANDBOX - 1
@@ -51,9 +66,14 @@ class NamespaceSettings(Record, frozen=True, kw_only=True):
                 f"ids of sandboxes would go from {self.id_base} to {last} (id_base, id_ranges); they must lie between "
                 f"{IDS_PER_SANDBOX} and {_LARGEST_ID}, where no user of the host has an id"
             )
-        for name in ("start_s", "end_s", "answer_s"):
+        for name in ("start_s", "end_s", "answer_s", "snapshot_bytes", "snapshot_inodes", "store_s"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be above 0")
+        if not 1 <= self.snapshot_depth <= MOST_LAYERS:
+            raise ConfigError(
+                f"snapshot_depth is {self.snapshot_depth}; it must lie between 1 and {MOST_LAYERS}: the kernel takes "
+                "no more layers in one mount"
+            )
 
     def records_directory(self) -> Path:
         """Return where the records are."""

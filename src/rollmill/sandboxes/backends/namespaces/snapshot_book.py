@@ -1,0 +1,167 @@
+"""The book of layers: which there are, who holds them, and when one may go. Pure.
+
+A layer is what one sandbox wrote in one life. A snapshot, and a sandbox that was made of one, hold a chain of them. A
+layer that nobody holds goes; one that is held never does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from rollmill.errors import ImageError, SandboxIdInUse, SandboxRetryable
+from rollmill.sandboxes.records import Record, SnapshotRef
+
+_RETRY_AFTER_S = 5.0
+
+
+class Layer(Record, frozen=True, kw_only=True):
+    """What a sandbox wrote.
+
+    Attributes:
+        layer_id: its name.
+        disk_bytes: how much.
+        inodes: files and directories among it.
+        on_disk: whether it is a directory of the disk; else it is in memory.
+    """
+
+    layer_id: str
+    disk_bytes: int
+    inodes: int
+    on_disk: bool = False
+
+
+class Kept(Record, frozen=True, kw_only=True):
+    """A snapshot that is held.
+
+    Attributes:
+        ref: as its owner knows it.
+        chain: names of its layers, the uppermost first.
+        id_base: on the host, the first of the ids that own its files; `None`: this user.
+        image_digest: of the image of the store below it; empty for others.
+    """
+
+    ref: SnapshotRef
+    chain: tuple[str, ...]
+    id_base: int | None = None
+    image_digest: str = ""
+
+
+class SnapshotBook:
+    """Layers and their holders.
+
+    Args:
+        most_bytes: that all layers may have together.
+        most_inodes: the same.
+    """
+
+    def __init__(self, *, most_bytes: int, most_inodes: int) -> None:
+        self._most_bytes, self._most_inodes = most_bytes, most_inodes
+        self._layers: dict[str, Layer] = {}
+        self._chains: dict[tuple[str, str], tuple[str, ...]] = {}
+        self._kept: dict[str, Kept] = {}
+
+    # -- what there is -----------------------------------------------------------------------------------------------
+
+    def counts(self) -> tuple[int, int]:
+        """Return bytes and inodes of all layers."""
+        return self.counts_of(self._layers)
+
+    def counts_of(self, chain: Iterable[str]) -> tuple[int, int]:
+        """Return bytes and inodes of these layers."""
+        found = [self._layers[one] for one in chain]
+        return sum(one.disk_bytes for one in found), sum(one.inodes for one in found)
+
+    def layer(self, layer_id: str) -> Layer:
+        """Return a layer that is held."""
+        return self._layers[layer_id]
+
+    def snapshots(self) -> tuple[Kept, ...]:
+        """Return the snapshots in the order in which they were taken."""
+        return tuple(self._kept.values())
+
+    def find(self, snapshot_id: str) -> Kept:
+        """Return a snapshot.
+
+        Raises:
+            ImageError: if it is not held.
+        """
+        if snapshot_id not in self._kept:
+            raise ImageError(
+                f"there is no snapshot {snapshot_id!r} here: it was deleted, or was held in memory by a provider that "
+                "ended (set snapshot_directory to keep them on disk)"
+            )
+        return self._kept[snapshot_id]
+
+    # -- what comes and goes -----------------------------------------------------------------------------------------
+
+    def check_new(self, snapshot_id: str) -> None:
+        """Refuse an id that names a snapshot already.
+
+        Raises:
+            SandboxIdInUse: if it does.
+        """
+        if snapshot_id in self._kept:
+            raise SandboxIdInUse(f"a snapshot {snapshot_id!r} is held; an id names one snapshot, so choose another")
+
+    def check_room(self, *, disk_bytes: int, inodes: int) -> None:
+        """Refuse a layer for which there is no room.
+
+        Raises:
+            SandboxRetryable: with the numbers.
+        """
+        held_bytes, held_inodes = self.counts()
+        for held, more, most, name in (
+            (held_bytes, disk_bytes, self._most_bytes, "bytes"),
+            (held_inodes, inodes, self._most_inodes, "inodes"),
+        ):
+            if held + more > most:
+                raise SandboxRetryable(
+                    f"a snapshot of {more} {name} has no room: {held} of {most} are held. Delete snapshots that nobody "
+                    f"needs, or raise snapshot_{name} of the settings.",
+                    after_s=_RETRY_AFTER_S,
+                )
+
+    def hold_for_sandbox(
+        self, sandbox_id: str, chain: Sequence[str], *, layers: Iterable[Layer] = ()
+    ) -> tuple[Layer, ...]:
+        """Let a sandbox hold a chain, in place of what it held; return the layers that go. `layers` are new."""
+        self._layers.update({one.layer_id: one for one in layers})
+        self._chains["sandbox", sandbox_id] = tuple(chain)
+        return self._sweep()
+
+    def release_sandbox(self, sandbox_id: str) -> tuple[Layer, ...]:
+        """A sandbox has ended; return the layers that go."""
+        return self._release("sandbox", sandbox_id)
+
+    def keep(self, kept: Kept, *, layers: Iterable[Layer] = ()) -> None:
+        """Let a snapshot hold its chain; `layers` are those that are new."""
+        self._layers.update({one.layer_id: one for one in layers})
+        self._kept[kept.ref.snapshot_id] = kept
+        self._chains["snapshot", kept.ref.snapshot_id] = kept.chain
+
+    def delete(self, snapshot_id: str) -> tuple[Layer, ...]:
+        """Let go of a snapshot; return the layers that go."""
+        self._kept.pop(snapshot_id, None)
+        return self._release("snapshot", snapshot_id)
+
+    def lose_memory(self) -> tuple[str, ...]:
+        """What was in memory is gone; return the ids of the snapshots that are lost with it."""
+        gone = {one.layer_id for one in self._layers.values() if not one.on_disk}
+        lost = tuple(one for one, kept in self._kept.items() if gone & set(kept.chain))
+        for one in lost:
+            self.delete(one)
+        self._chains = {holder: chain for holder, chain in self._chains.items() if not gone & set(chain)}
+        self._layers = {one: layer for one, layer in self._layers.items() if one not in gone}
+        return lost
+
+    def _release(self, kind: str, name: str) -> tuple[Layer, ...]:
+        if self._chains.pop((kind, name), None) is None:
+            return ()
+        return self._sweep()
+
+    def _sweep(self) -> tuple[Layer, ...]:
+        held = {one for chain in self._chains.values() for one in chain}
+        gone = tuple(layer for one, layer in self._layers.items() if one not in held)
+        for layer in gone:
+            del self._layers[layer.layer_id]
+        return gone

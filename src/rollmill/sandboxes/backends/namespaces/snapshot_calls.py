@@ -1,0 +1,255 @@
+"""How a namespace sandbox is snapshotted, forked and restored: the order of the steps, and what follows if one fails.
+
+1  nothing runs, and the agent hands the layer out         else the sandbox goes on as it was
+2  the keeper holds the layer                              else the same
+3  the first process ends, so that nobody writes to it     else the sandbox ends: nobody knows what it holds
+4  the layer is stored or merged, if it is to be           else the sandbox goes on above it, without a snapshot
+5  a first process starts above the layer                  else the sandbox ends, and the snapshot is held
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+
+from rollmill.errors import ImageError, SandboxError, SandboxIdInUse, SandboxRetryable
+from rollmill.sandboxes.backends.namespaces.channel import SetupFailed
+from rollmill.sandboxes.backends.namespaces.checks import explain_failure
+from rollmill.sandboxes.backends.namespaces.sandbox import NamespaceSandbox
+from rollmill.sandboxes.backends.namespaces.settings import NamespaceSettings
+from rollmill.sandboxes.backends.namespaces.snapshot_book import Kept, Layer
+from rollmill.sandboxes.backends.namespaces.snapshots import Snapshots
+from rollmill.sandboxes.backends.namespaces.zygote_link import ZygoteLink
+from rollmill.sandboxes.disk_records import check_id
+from rollmill.sandboxes.images.uses import ImageUses
+from rollmill.sandboxes.lifecycle import dead_error, death
+from rollmill.sandboxes.records import DeathReason, Lease, SandboxSpec, SnapshotRef
+
+BACKEND = "namespaces"
+_RETRY_AFTER_S = 1.0
+
+
+class SnapshotCalls:
+    """The calls of a provider.
+
+    Args:
+        snapshots: what is held.
+        images: what is used of the store.
+    """
+
+    _settings: NamespaceSettings
+
+    def __init__(self, snapshots: Snapshots, *, images: ImageUses) -> None:
+        self._snapshots = snapshots
+        self._images = images
+        self._taking: set[str] = set()
+        self._waking: set[asyncio.Future[None]] = set()
+
+    # -- what a provider has -------------------------------------------------------------------------------------------
+
+    async def _make(
+        self, spec: SandboxSpec, *, id: str, labels: Mapping[str, str], lease: Lease, kept: Kept | None = None
+    ) -> NamespaceSandbox:
+        raise NotImplementedError
+
+    async def _start(self, sandbox: NamespaceSandbox, zygote: ZygoteLink) -> NamespaceSandbox:
+        raise NotImplementedError
+
+    async def _running_zygote(self) -> ZygoteLink:
+        raise NotImplementedError
+
+    async def _put_down(self, sandbox: NamespaceSandbox) -> None:
+        raise NotImplementedError
+
+    def _forget(self, sandbox: NamespaceSandbox, *, reason: DeathReason, detail: str) -> None:
+        raise NotImplementedError
+
+    # -- the protocol --------------------------------------------------------------------------------------------------
+
+    async def restore(
+        self, ref: SnapshotRef, *, id: str, labels: Mapping[str, str] | None = None, lease: Lease
+    ) -> NamespaceSandbox:
+        """Start a sandbox with the files of a snapshot."""
+        kept = self._snapshots.book.find(ref.snapshot_id)
+        return await self._make(kept.ref.spec, id=id, labels=labels or {}, lease=lease, kept=kept)
+
+    async def snapshots(self) -> tuple[SnapshotRef, ...]:
+        """Return those that are held, the oldest first."""
+        return tuple(one.ref for one in self._snapshots.book.snapshots())
+
+    async def delete_snapshots(self, ids: Sequence[str]) -> None:
+        """Let go of these; one that is not known counts as deleted."""
+        for one in ids:
+            self._images.release(_holder(one))
+            await self._snapshots.delete(one)
+
+    # -- for a sandbox -------------------------------------------------------------------------------------------------
+
+    async def snapshot_of(self, sandbox: NamespaceSandbox, *, id: str, stop_processes: bool, end: bool) -> SnapshotRef:
+        """Take a snapshot; carried through when the caller is cancelled, since half of one leaves no sandbox."""
+        check_id(id)
+        await sandbox.awake()
+        self._snapshots.book.check_new(id)
+        if id in self._taking:
+            raise SandboxIdInUse(f"a snapshot {id!r} is being taken; an id names one snapshot, so choose another")
+        sandbox.begin_snapshot()
+        self._taking.add(id)
+        work = asyncio.ensure_future(self._take(sandbox, id=id, force=stop_processes, end=end))
+        work.add_done_callback(lambda done: self._taken(id, done))
+        return await asyncio.shield(work)
+
+    def _taken(self, snapshot_id: str, work: asyncio.Future[SnapshotRef]) -> None:
+        self._taking.discard(snapshot_id)
+        if not work.cancelled():
+            work.exception()  # told to the caller, unless it was cancelled
+
+    async def fork_of(
+        self,
+        sandbox: NamespaceSandbox,
+        ids: Sequence[str],
+        *,
+        lease: Lease,
+        labels: Mapping[str, str] | None,
+        stop_processes: bool,
+    ) -> tuple[NamespaceSandbox, ...]:
+        """Take a snapshot, restore it for each id, and let go of it: the sandboxes hold its layers."""
+        if len(set(ids)) != len(ids):
+            raise SandboxIdInUse(f"the ids of a fork are not all different: {list(ids)}")
+        snapshot_id = f"fork-{os.urandom(8).hex()}"
+        ref = await self.snapshot_of(sandbox, id=snapshot_id, stop_processes=stop_processes, end=False)
+        try:
+            made = [asyncio.ensure_future(self.restore(ref, id=one, labels=labels, lease=lease)) for one in ids]
+            try:
+                return tuple(await asyncio.gather(*made))
+            except BaseException:
+                await self._undo(made)
+                raise
+        finally:
+            await asyncio.shield(asyncio.ensure_future(self.delete_snapshots([snapshot_id])))
+
+    async def _undo(self, made: Sequence[asyncio.Future[NamespaceSandbox]]) -> None:
+        """End what a fork has made that did not become whole."""
+        for one in made:
+            one.cancel()
+        for found in await asyncio.gather(*made, return_exceptions=True):
+            if isinstance(found, NamespaceSandbox):
+                found.order_end(DeathReason.START_FAILED)
+
+    # -- the steps -----------------------------------------------------------------------------------------------------
+
+    async def _take(self, sandbox: NamespaceSandbox, *, id: str, force: bool, end: bool) -> SnapshotRef:
+        layer = await self._hold(sandbox, force=force)
+        try:
+            await sandbox.end_first_process()
+        except BaseException as error:
+            self._snapshots.drop([layer])
+            sandbox.distrust(f"its first process did not end for a snapshot: {error}", DeathReason.PROVIDER_LOST)
+            raise
+        before = sandbox.chain
+        self._stand_on(sandbox, (layer.layer_id, *before), new=[layer])
+        try:
+            chain, new = await self._snapshots.settle(layer, before)
+            kept = self._describe(sandbox, id=id, chain=chain, new=new)
+            await self._snapshots.keep(kept, new)
+            await self._hold_image(kept)
+        except BaseException:
+            await self._go_on(sandbox, end=end)
+            raise
+        if sandbox.death is None:
+            self._stand_on(sandbox, chain)
+        if end:
+            await self._go_on(sandbox, end=True)
+            return kept.ref
+        # The files are safe, and that is all the caller waits for; calls on the sandbox wait until it answers.
+        waking = asyncio.ensure_future(self._go_on(sandbox, end=False))
+        self._waking.add(waking)
+        waking.add_done_callback(self._woken)
+        return kept.ref
+
+    def _woken(self, waking: asyncio.Future[None]) -> None:
+        self._waking.discard(waking)
+        if not waking.cancelled():
+            waking.exception()  # the sandbox has ended of it, and says so to everybody who calls
+
+    async def _hold(self, sandbox: NamespaceSandbox, *, force: bool) -> Layer:
+        """Have the layer held; if that fails the sandbox goes on as it was."""
+        try:
+            disk_bytes, inodes = await sandbox.hand_layer_out(force=force)
+            self._snapshots.book.check_room(disk_bytes=disk_bytes, inodes=inodes)
+            return await self._snapshots.hold(sandbox.id)
+        except BaseException:
+            sandbox.end_snapshot()
+            raise
+
+    def _stand_on(self, sandbox: NamespaceSandbox, chain: tuple[str, ...], *, new: Sequence[Layer] = ()) -> None:
+        """Let a sandbox have a chain of layers below what it writes next; `new` are not in the book yet."""
+        gone = self._snapshots.book.hold_for_sandbox(sandbox.id, chain, layers=new)
+        sandbox.chain = chain
+        sandbox.layer_counts = self._snapshots.book.counts_of(chain)
+        self._snapshots.drop(gone)
+
+    def _describe(self, sandbox: NamespaceSandbox, *, id: str, chain: tuple[str, ...], new: Sequence[Layer]) -> Kept:
+        found = {one.layer_id: one for one in new}
+        layers = [found[one] if one in found else self._snapshots.book.layer(one) for one in chain]
+        ref = SnapshotRef(
+            snapshot_id=id,
+            backend=BACKEND,
+            spec=sandbox.spec,
+            disk_bytes=sum(one.disk_bytes for one in layers),
+            inodes=sum(one.inodes for one in layers),
+            depth=len(layers),
+            durable=self._snapshots.durable,
+            created_wall_s=time.time(),
+        )
+        image = self._images.in_use(sandbox.id)
+        return Kept(ref=ref, chain=chain, id_base=sandbox.id_base, image_digest="" if image is None else image.digest)
+
+    async def _hold_image(self, kept: Kept) -> None:
+        if kept.image_digest:
+            await self._images.acquire(kept.image_digest, user=_holder(kept.ref.snapshot_id))
+
+    async def _hold_images(self) -> None:
+        """Hold the images below snapshots that an earlier provider left on the disk."""
+        for kept in self._snapshots.book.snapshots():
+            with suppress(ImageError):  # whoever restores it is told
+                await self._hold_image(kept)
+
+    async def _go_on(self, sandbox: NamespaceSandbox, *, end: bool) -> None:
+        """Start a first process in place of the one that ended; or let the sandbox end here."""
+        if sandbox.death is not None:
+            self._snapshots.release(sandbox.id)
+            raise dead_error(sandbox.id, sandbox.death)
+        try:
+            zygote = await self._running_zygote()
+        except SandboxError as error:
+            sandbox.distrust(str(error), DeathReason.PROVIDER_LOST)
+        if end:
+            sandbox.order_end(DeathReason.RELEASED)
+        if sandbox.ordered is not None:  # without a process nobody else closes its books
+            self._forget(sandbox, reason=sandbox.ordered, detail=sandbox.complaint)
+            if not end:
+                raise dead_error(sandbox.id, death(sandbox.ordered, detail=sandbox.complaint))
+            return
+        try:
+            async with asyncio.timeout(self._settings.start_s):
+                await self._start(sandbox, zygote)
+        except TimeoutError:
+            await self._put_down(sandbox)
+            raise SandboxRetryable(
+                f"sandbox {sandbox.id} did not come back within {self._settings.start_s:g} s after its snapshot and "
+                "has ended; if the snapshot is held, restore it. The machine is overloaded: start fewer at a time.",
+                after_s=_RETRY_AFTER_S,
+            ) from None
+        except SetupFailed as error:
+            await self._put_down(sandbox)
+            raise explain_failure(error, sandbox_id=sandbox.id) from error
+        except BaseException:
+            await self._put_down(sandbox)
+            raise
+
+
+def _holder(snapshot_id: str) -> str:
+    return f"snapshot {snapshot_id}"  # no sandbox has a space in its id

@@ -1,0 +1,159 @@
+"""Snapshots on a disk: layers as directories, one file for each snapshot, a lock for the one provider that has them.
+
+    layers/ID/up/NAME    what was written at NAME
+    layers/ID.part/      being copied; whoever opens the directory next discards it
+    snapshots/ID.json    which layers a snapshot has; written last, removed first
+    trash/               what the reaper deletes
+
+A crash at any moment leaves layers that no snapshot names. They are discarded when the directory is opened.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from pathlib import Path
+
+import msgspec
+
+from rollmill.errors import ConfigError, SandboxError
+from rollmill.sandboxes.backends.namespaces.snapshot_book import Kept, Layer
+from rollmill.sandboxes.disk_records import check_id
+from rollmill.sandboxes.guest.layers import lay
+from rollmill.sandboxes.reaper import Reaper
+from rollmill.sandboxes.records import Record
+
+_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+
+
+class Manifest(Record, frozen=True, kw_only=True):
+    """What stands in a snapshot's file."""
+
+    kept: Kept
+    layers: tuple[Layer, ...]
+
+
+class SnapshotDisk:
+    """The snapshots of one directory. Blocks: call it in a thread, but for `path`.
+
+    Args:
+        directory: made if missing, for this user alone.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._layers, self._manifests = directory / "layers", directory / "snapshots"
+        try:
+            for one in (directory, self._layers, self._manifests):
+                one.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self._lock = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise ConfigError(f"snapshots cannot be kept in {directory}: {error}. Name another directory.") from error
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(self._lock)
+            raise ConfigError(
+                f"another provider keeps its snapshots in {directory}; each needs a directory of its own"
+            ) from None
+        self._reaper = Reaper(directory / "trash")
+        self._reaper.start()
+
+    def close(self) -> None:
+        """Let another provider have the directory."""
+        self._reaper.close()
+        os.close(self._lock)
+
+    def read_all(self) -> tuple[Manifest, ...]:
+        """Return the snapshots, the oldest first, and discard layers that none of them names.
+
+        Raises:
+            SandboxError: if a file is damaged.
+        """
+        found: list[Manifest] = []
+        for path in sorted(self._manifests.glob("*.json")):
+            try:
+                found.append(msgspec.json.decode(path.read_bytes(), type=Manifest))
+            except msgspec.MsgspecError as error:
+                raise SandboxError(
+                    f"the snapshot {path} is damaged: {error}. Delete the file to give the snapshot up."
+                ) from error
+        named = {layer.layer_id for one in found for layer in one.layers}
+        for path in self._layers.iterdir():
+            if path.name not in named:
+                self._reaper.discard(path)
+        return tuple(sorted(found, key=lambda one: one.kept.ref.created_wall_s))
+
+    def path(self, layer_id: str) -> str:
+        """Return where a layer is."""
+        return str(self._layers / layer_id)
+
+    def begin(self, layer_id: str) -> str:
+        """Return a directory to copy a layer into."""
+        path = self._layers / f"{layer_id}.part"
+        path.mkdir(mode=0o755)
+        return str(path)
+
+    def finish(self, layer_id: str) -> None:
+        """Give a layer that was copied whole its name."""
+        (self._layers / f"{layer_id}.part").rename(self._layers / layer_id)
+        _sync(self._layers)
+
+    def give_up(self, layer_id: str) -> None:
+        """Discard what was copied so far."""
+        self._reaper.discard(self._layers / f"{layer_id}.part")
+
+    def merge(self, chain: tuple[str, ...], *, layer_id: str) -> None:
+        """Make one layer of several, the uppermost first.
+
+        Raises:
+            OSError: if there is no room, or directories are nested too deep.
+        """
+        target = Path(self.begin(layer_id))
+        try:
+            (target / "up").mkdir(mode=0o755)
+            for one in reversed(chain):
+                for source in sorted((self._layers / one / "up").iterdir()):
+                    _lay(source, target / "up" / source.name)
+            os.sync()
+            self.finish(layer_id)
+        except BaseException:
+            self.give_up(layer_id)
+            raise
+
+    def write(self, manifest: Manifest) -> None:
+        """Write a snapshot's file; after this the snapshot outlives this process."""
+        path = self._manifests / f"{check_id(manifest.kept.ref.snapshot_id)}.json"
+        scratch = path.with_suffix(".tmp")
+        with open(scratch, "wb") as stream:
+            stream.write(msgspec.json.encode(manifest))
+            stream.flush()
+            os.fsync(stream.fileno())
+        scratch.replace(path)
+        _sync(self._manifests)
+
+    def remove(self, snapshot_id: str) -> None:
+        """Remove a snapshot's file; its layers go when nobody has them."""
+        (self._manifests / f"{check_id(snapshot_id)}.json").unlink(missing_ok=True)
+        _sync(self._manifests)
+
+    def discard(self, layer_id: str) -> None:
+        """Let go of a layer. A sandbox that is above it must have ended."""
+        self._reaper.discard(self._layers / layer_id)
+
+
+def _lay(source: Path, target: Path) -> None:
+    target.mkdir(exist_ok=True)
+    upper, lower = os.open(source, _DIRECTORY | os.O_NOFOLLOW), os.open(target, _DIRECTORY | os.O_NOFOLLOW)
+    try:
+        lay(upper, lower)
+    finally:
+        os.close(upper)
+        os.close(lower)
+
+
+def _sync(directory: Path) -> None:
+    descriptor = os.open(directory, _DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

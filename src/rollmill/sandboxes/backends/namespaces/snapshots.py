@@ -1,0 +1,220 @@
+"""The snapshots of one provider: has layers kept by the zygote's keeper or on a disk, by the book.
+
+what it waits for                          who wakes it, and until when
+a layer that is held                       the keeper, `answer_s`
+one that is merged or stored               a child of the keeper, or a thread, `store_s`
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import itertools
+import os
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import msgspec
+
+from rollmill.errors import DeadlineExceeded, SandboxError, SandboxExhausted
+from rollmill.sandboxes.backends.namespaces.settings import NamespaceSettings
+from rollmill.sandboxes.backends.namespaces.snapshot_book import Kept, Layer, SnapshotBook
+from rollmill.sandboxes.backends.namespaces.snapshot_disk import Manifest, SnapshotDisk
+
+_LEAST_BYTES, _LEAST_INODES = 1024**2, 512
+
+
+class Snapshots:
+    """Layers, where they are, and the orders about them.
+
+    Args:
+        settings: of the provider.
+        order: hands an order to the zygote; `False` if there is none.
+    """
+
+    def __init__(self, settings: NamespaceSettings, *, order: Callable[[dict[str, Any]], bool]) -> None:
+        self._settings = settings
+        self._order = order
+        self.book = SnapshotBook(most_bytes=settings.snapshot_bytes, most_inodes=settings.snapshot_inodes)
+        self._numbers = itertools.count(1)
+        self._waiting: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self._late: dict[int, str] = {}
+        self._disk: SnapshotDisk | None = None
+        if settings.snapshot_directory is not None:
+            self._disk = SnapshotDisk(settings.snapshot_directory)
+            for manifest in self._disk.read_all():
+                self.book.keep(manifest.kept, layers=manifest.layers)
+
+    @property
+    def durable(self) -> bool:
+        """Return whether snapshots outlive this process."""
+        return self._disk is not None
+
+    def close(self) -> None:
+        """Let go of the disk. What is in memory ends with the zygote."""
+        self.lose()
+        if self._disk is not None:
+            self._disk.close()
+
+    # -- what a sandbox needs to know of its chain ---------------------------------------------------------------------
+
+    def below(self, chain: Iterable[str]) -> tuple[list[str], list[str]]:
+        """Return the layers as the zygote knows them, the uppermost first, and which of these are to be lent."""
+        names, lent = [], []
+        for one in chain:
+            if self.book.layer(one).on_disk and self._disk is not None:
+                names.append(self._disk.path(one))
+            else:
+                names.append(one)
+                lent.append(one)
+        return names, lent
+
+    def room(self, chain: tuple[str, ...], *, disk_bytes: int, inodes: int) -> tuple[int, int]:
+        """Return what limits leave above a chain; an empty sandbox can always start."""
+        held_bytes, held_inodes = self.book.counts_of(chain)
+        return max(_LEAST_BYTES, disk_bytes - held_bytes), max(_LEAST_INODES, inodes - held_inodes)
+
+    # -- layers --------------------------------------------------------------------------------------------------------
+
+    async def hold(self, sandbox_id: str) -> Layer:
+        """Have the layer held that a sandbox's agent handed out.
+
+        Raises:
+            SandboxError: if it cannot be.
+        """
+        layer_id = self._new_id()
+        answer = await self._ask({"op": "hold", "id": sandbox_id, "layer": layer_id}, limit_s=self._settings.answer_s)
+        return Layer(layer_id=layer_id, disk_bytes=answer["bytes"], inodes=answer["inodes"])
+
+    async def settle(self, layer: Layer, chain: tuple[str, ...]) -> tuple[tuple[str, ...], list[Layer]]:
+        """Bring a layer to where snapshots are kept, above its chain; return the chain and the layers that are new.
+
+        Raises:
+            SandboxError: if there is no room.
+        """
+        layers = [layer, *(self.book.layer(one) for one in chain)]
+        stored: list[Layer] = []
+        merged: Layer | None = None
+        try:
+            # With a disk all of them, also one that could not be stored when its turn was.
+            for i, one in enumerate(layers):
+                if self._disk is not None and not one.on_disk:
+                    layers[i] = await self._store(self._disk, one)
+                    stored.append(layers[i])
+            if len(layers) > self._settings.snapshot_depth:
+                merged = await self._merge(layers)
+        except BaseException:
+            self.drop(stored)
+            raise
+        if merged is not None:
+            self.drop(stored)
+            return (merged.layer_id,), [merged]
+        return tuple(one.layer_id for one in layers), layers[: max(1, len(stored))]
+
+    async def _store(self, disk: SnapshotDisk, layer: Layer) -> Layer:
+        loop = asyncio.get_running_loop()
+        layer_id = self._new_id()
+        target = await loop.run_in_executor(None, disk.begin, layer_id)
+        order = {"op": "store", "layer": layer.layer_id, "directory": target}
+        try:
+            await self._ask(order, limit_s=self._settings.store_s)
+            await loop.run_in_executor(None, disk.finish, layer_id)
+        except BaseException:
+            await loop.run_in_executor(None, disk.give_up, layer_id)
+            raise
+        return msgspec.structs.replace(layer, layer_id=layer_id, on_disk=True)
+
+    async def _merge(self, layers: list[Layer]) -> Layer:
+        """Make one layer of several, the uppermost first; all of them are in the same place."""
+        layer_id = self._new_id()
+        chain = tuple(one.layer_id for one in layers)
+        disk_bytes, inodes = sum(one.disk_bytes for one in layers), sum(one.inodes for one in layers)
+        if self._disk is None:
+            order = {"op": "merge", "layer": layer_id, "layers": chain, "bytes": disk_bytes, "inodes": inodes}
+            answer = await self._ask(order, limit_s=self._settings.store_s)
+            return Layer(layer_id=layer_id, disk_bytes=answer["bytes"], inodes=answer["inodes"])
+        disk = self._disk
+        try:
+            await asyncio.get_running_loop().run_in_executor(None, lambda: disk.merge(chain, layer_id=layer_id))
+        except OSError as error:
+            raise _refused(error.errno or 0, str(error)) from error
+        return Layer(layer_id=layer_id, disk_bytes=disk_bytes, inodes=inodes, on_disk=True)
+
+    def drop(self, layers: Sequence[Layer]) -> None:
+        """Let go of layers that nobody holds; their space is freed beside everything else."""
+        in_memory = [one.layer_id for one in layers if not one.on_disk]
+        if in_memory:
+            self._order({"op": "drop", "layers": in_memory, "n": 0})
+        disk = self._disk
+        on_disk = [one.layer_id for one in layers if one.on_disk]
+        if disk is not None and on_disk:
+            for one in on_disk:
+                disk.discard(one)  # a rename
+
+    async def keep(self, kept: Kept, layers: list[Layer]) -> None:
+        """Take a snapshot into the book, and on the disk if that is where they are kept."""
+        self.book.keep(kept, layers=layers)
+        if self._disk is not None:
+            manifest = Manifest(kept=kept, layers=tuple(self.book.layer(one) for one in kept.chain))
+            await asyncio.get_running_loop().run_in_executor(None, self._disk.write, manifest)
+
+    async def delete(self, snapshot_id: str) -> None:
+        """Let go of a snapshot."""
+        if self._disk is not None:
+            await asyncio.get_running_loop().run_in_executor(None, self._disk.remove, snapshot_id)
+        self.drop(self.book.delete(snapshot_id))
+
+    def release(self, sandbox_id: str) -> None:
+        """A sandbox has ended: what it alone held goes."""
+        self.drop(self.book.release_sandbox(sandbox_id))
+
+    # -- the zygote ----------------------------------------------------------------------------------------------------
+
+    def on_report(self, report: dict[str, Any]) -> None:
+        """Take what the zygote says about layers."""
+        if report["op"] == "keeper_lost":
+            self.lose()
+            return
+        number = report["n"]
+        if (future := self._waiting.pop(number, None)) is not None:
+            if not future.done():
+                future.set_result(report)
+        elif (layer_id := self._late.pop(number, None)) is not None and "errno" not in report:
+            self._order({"op": "drop", "layers": [layer_id], "n": 0})
+
+    def lose(self) -> None:
+        """What was in memory is gone, and nobody answers any more."""
+        self.book.lose_memory()
+        self._late.clear()
+        for future in self._waiting.values():
+            if not future.done():
+                future.set_result({"errno": errno.EPIPE, "message": "the keeper of layers ended"})
+
+    async def _ask(self, order: dict[str, Any], *, limit_s: float) -> dict[str, Any]:
+        number = next(self._numbers)
+        future = self._waiting[number] = asyncio.get_running_loop().create_future()
+        what = f"to {order['op']} the layer {order['layer']}"
+        try:
+            if not self._order({**order, "n": number}):
+                raise SandboxError(f"there is no zygote {what}; the sandboxes of this provider have ended")
+            answer = await asyncio.wait_for(asyncio.shield(future), limit_s)
+        except TimeoutError:
+            raise DeadlineExceeded(
+                f"it took longer than {limit_s:g} s {what}; the machine is overloaded, or the files are many. Raise "
+                "store_s, or lower limits.inodes and limits.disk_bytes."
+            ) from None
+        finally:
+            if self._waiting.pop(number, None) is not None and not future.done():
+                self._late[number] = order["layer"]  # if it comes about after all, nobody holds it
+        if "errno" in answer:
+            raise _refused(answer["errno"], f"it was not possible {what}: {answer['message']}")
+        return answer
+
+    def _new_id(self) -> str:
+        return f"layer-{os.urandom(8).hex()}"
+
+
+def _refused(number: int, message: str) -> SandboxError:
+    if number in (errno.ENOSPC, errno.ENAMETOOLONG, errno.EDQUOT):
+        return SandboxExhausted(f"{message}. Free space where snapshots are kept, or delete files inside.")
+    return SandboxError(message)
