@@ -41,7 +41,7 @@ class Sample(Record, frozen=True, kw_only=True):
 
 def newborn(at_s: float) -> Sample:
     """Return the sample of a sandbox before its first program: nothing made, nothing refused, nothing written."""
-    return Sample(at_s=at_s, refused_forks=0, oom_kills=0, disk_bytes=0, inodes=0, output_bytes=0)
+    return Sample(at_s=at_s, pids=0, refused_forks=0, oom_kills=0, disk_bytes=0, inodes=0, output_bytes=0)
 
 
 class Watched(Record, frozen=True, kw_only=True):

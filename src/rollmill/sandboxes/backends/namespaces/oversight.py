@@ -91,7 +91,7 @@ class NamespaceOverseen:
         self._stuck = {one: thread for one, thread in self._stuck.items() if thread.is_alive()}
         targets = [_target(one) for one in self._provider.alive() if one.state in _WATCHED_STATES]
         known = [one for one in targets if one is not None]
-        # Whoever was late comes first: where a look at all takes too long, the same ones must not be left out each time.
+        # Whoever was late comes first: where a look takes too long, the same ones must not be left out each time.
         overdue = set(self._late)
         free = [one for one in known if one.sandbox_id not in self._stuck]
         free.sort(key=lambda one: one.sandbox_id not in overdue)
