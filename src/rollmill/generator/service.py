@@ -40,6 +40,8 @@ from rollmill.generator.wire import LoadReport, Prompt, ReplicaStatus, sibling_i
 from rollmill.types import GenerateRequest, Message, TokenChunk, Turn
 
 T = TypeVar("T")
+_ADAPTER_TRIES = 4
+"""How often a request loads its adapter anew, where others take its place before it has begun."""
 
 
 class Listener(Protocol):
@@ -211,9 +213,7 @@ class InferenceService:
         self._active += 1
         self._idle.clear()
         try:
-            if request.adapter and self.adapters is not None:
-                await self.adapters.ensure(request.adapter)
-            return await self._run(parts, listener=listener)
+            return await self._run_with_adapter(parts, listener=listener)
         finally:
             del self._siblings[request.request_id]
             self._names -= names
@@ -221,6 +221,19 @@ class InferenceService:
             self._active -= 1
             if not self._active:
                 self._idle.set()
+
+    async def _run_with_adapter(self, parts: list[GenerateRequest], *, listener: Listener | None) -> list[Turn]:
+        name = parts[0].adapter
+        if not name or self.adapters is None:
+            return await self._run(parts, listener=listener)
+        for _ in range(_ADAPTER_TRIES - 1):
+            await self.adapters.ensure(name)
+            try:
+                return await self._run(parts, listener=listener)
+            except ModelError:  # it gave way to another one before the engine knew of this request; nothing was begun
+                continue
+        await self.adapters.ensure(name)
+        return await self._run(parts, listener=listener)
 
     async def _run(self, parts: list[GenerateRequest], *, listener: Listener | None) -> list[Turn]:
         if len(parts) == 1:

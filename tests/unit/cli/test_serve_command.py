@@ -18,6 +18,8 @@ def refusal(*arguments: str) -> str:
     ("arguments", "message"),
     [
         (("--host", "0.0.0.0"), "Give a token (--token-file FILE), or ask clients for certificates (mTLS"),
+        (("--adapter", "runs/maths"), "'runs/maths' is not NAME=DIR with a new name"),
+        (("--adapter", "a=x", "--adapter", "a=y"), "'a=y' is not NAME=DIR with a new name"),
         (("--token-file", "missing"), "the token file missing cannot be read"),
         (("--tls-cert", "cert.pem"), "certificate was given without its key"),
         (("--tls-client-ca", "ca.pem"), "TLS on a server needs a certificate"),
