@@ -186,13 +186,12 @@ class Layout:
 
     def repair(self) -> int:
         """Remove what killed processes left in the middle of something; return how many things they were."""
-        found = 0
+        found = sum(1 for _ in os.scandir(self.part("trash")))
         for entry in os.scandir(self.part("tmp")):
             mark = _mark_of_scratch(entry.name)
             if mark is None or not is_alive(mark):
                 self.discard(Path(entry.path))
                 found += 1
-        found += sum(1 for _ in os.scandir(self.part("trash")))
         self.empty_trash()
         for part in ("images", "names", "holds"):
             for path in self.part(part).glob(".*"):

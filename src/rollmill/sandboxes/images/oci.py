@@ -6,6 +6,7 @@ alone; no name of an image ever becomes a path outside it.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import platform
@@ -87,7 +88,12 @@ class DirectoryBlobs:
         finally:
             os.close(root)
         try:
-            descriptor = os.open(parts[-1], os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=above)
+            descriptor = os.open(parts[-1], os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=above)
+        except OSError as error:
+            if error.errno != errno.ELOOP:
+                raise
+            what = f"{name} in {self._directory} is a link, and links of a layout are not followed"
+            raise refused(Refusal.TRAVERSAL, what) from error
         finally:
             os.close(above)
         with open(descriptor, "rb") as stream:

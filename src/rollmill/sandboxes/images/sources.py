@@ -74,7 +74,11 @@ def add_source(
     Raises:
         ImageError: if the source is none, or is refused.
     """
-    with store.layout.scratch() as scratch, _opened(source, kind, ref=ref, scratch=scratch, work=work) as found:
+    with (
+        store.explained(f"prepare {source!r}"),
+        store.layout.scratch() as scratch,
+        _opened(source, kind, ref=ref, scratch=scratch, work=work) as found,
+    ):
         return store.add_image(found.layers, name=name, source=source, work=work, config=found.config)
 
 

@@ -253,7 +253,7 @@ class ImageStore:
             SandboxError: if the disk is full, or the work was cancelled.
         """
         check_name(name)
-        with self._explained(f"prepare {name!r}"):
+        with self.explained(f"prepare {name!r}"):
             hold = self._hold_for_work(f"preparation of {name}")
             try:
                 below, told = self._base(base, hold)
@@ -333,7 +333,7 @@ class ImageStore:
         """
         if owner is None and until_wall_s is None:
             owner = self._owner
-        with self._explained(f"use {ref!r}"):
+        with self.explained(f"use {ref!r}"):
             with self._adding():
                 digest, manifest = self.resolve(ref)
                 layers = self._read_layers(ref, manifest)
@@ -478,7 +478,7 @@ class ImageStore:
             yield
 
     @contextmanager
-    def _explained(self, what: str) -> Iterator[None]:
+    def explained(self, what: str) -> Iterator[None]:
         """Say what a failing disk means."""
         try:
             yield
