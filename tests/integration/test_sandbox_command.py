@@ -107,7 +107,14 @@ def plain_directory() -> Iterator[str]:
 
 @pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0, reason="this whole suite runs as a plain user already")
-@pytest.mark.parametrize("suite", ["contract/test_sandbox_contract.py", "integration/test_sandbox_abuse.py"])
+@pytest.mark.parametrize(
+    "suite",
+    [
+        "contract/test_sandbox_contract.py",
+        "integration/test_sandbox_abuse.py",
+        "integration/test_sandbox_watchdog.py",
+    ],
+)
 def test_the_suites_pass_as_a_plain_user(suite, plain_directory):
     version = subprocess.run([SOMEBODY_ELSES_PYTHON, "-V"], capture_output=True, text=True, check=False).stdout
     if not version.startswith(f"Python {sys.version_info.major}.{sys.version_info.minor}."):

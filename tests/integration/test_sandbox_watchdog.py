@@ -200,7 +200,8 @@ def test_what_is_seen_from_outside_is_what_the_agent_says(rig):
         assert (sample.disk_bytes, sample.inodes) == (usage.disk_bytes, usage.inodes)
         assert sample.pids == 0
         assert sample.output_bytes == 6
-        assert 0 < sample.cpu_s < 60
+        assert 0 <= sample.cpu_s < 60
+        assert sample.cpu_s > 0 or not AS_ROOT  # from /proc it comes in hundredths of a second
         assert sample.memory_bytes is not None
         await sandbox.kill()
         assert sandbox.id not in (await overseen.survey(limit_s=5.0)).found

@@ -280,9 +280,11 @@ class _Look:
         if self._children is None:
             self._children = processes.trees(processes.read_all().values())
         rows = processes.descendants(target.first.pid, children=self._children)
+        first = processes.read_row(target.first.pid)
         return {
             "pids": sum(row.threads for row in rows),
-            "cpu_s": sum(row.cpu_s for row in rows),
+            # What has ended counts with whoever waited for it, at last the first process.
+            "cpu_s": sum(row.cpu_s for row in rows) + (0.0 if first is None else first.cpu_s),
             "memory_bytes": _memory_of(rows, cap_bytes=target.limits.memory_bytes),
         }
 
