@@ -205,6 +205,7 @@ class AdapterLoader:
             proven_s = self._clock.now_s()
             gone = await self._desk.serve(name, policy_version=version, kv=self._kv_policy)
         except BaseException:
+            self._desk.forget(name)
             before = self._proven.get(name)
             if before is None or before.policy_version != version:
                 await asyncio.to_thread(source.release, version, owner=self._hold_of(name))

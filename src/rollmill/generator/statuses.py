@@ -54,7 +54,7 @@ STATUSES: tuple[WireStatus, ...] = (  # the first row that fits
     WireStatus(
         kind=Unauthenticated, grpc="UNAUTHENTICATED", http=401, when="no token, or another one than the replica's"
     ),
-    WireStatus(kind=ModelError, grpc="NOT_FOUND", http=404, when="a model that is not served here"),
+    WireStatus(kind=ModelError, grpc="NOT_FOUND", http=404, when="a model or an adapter that is not served here"),
     WireStatus(
         kind=DataError,
         grpc="INVALID_ARGUMENT",

@@ -264,6 +264,10 @@ class Adapters(Protocol):
         """
         ...
 
+    def forget(self, name: str) -> None:
+        """Let go of what was staged under a name and will not be served."""
+        ...
+
     async def drop(self, name: str) -> bool:
         """Serve a name no longer; return whether it was served.
 

@@ -112,10 +112,14 @@ class AdapterDesk:
             if staged is None or staged.policy_version != policy_version:
                 raise ModelError(f"policy version {policy_version} of adapter {name!r} is not staged; stage it first")
             gone = serve_adapter(self._core, staged, kv=kv)
-            del self._staged[name]
+            self.forget(name)
             return gone
 
         return await self._between_steps(serve)
+
+    def forget(self, name: str) -> None:
+        """Let go of what was staged under a name and will not be served."""
+        self._staged.pop(name, None)
 
     async def drop(self, name: str) -> bool:
         """Serve a name no longer; return whether it was served.

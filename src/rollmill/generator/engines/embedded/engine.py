@@ -272,7 +272,7 @@ class EmbeddedEngine:
             kv_budget=self._kv_text(),
             adapters=tuple(
                 AdapterInfo(name=one.name, policy_version=one.policy_version, digest=one.digest)
-                for one in core.shelf.all()
+                for one in core.shelf.loaded
             ),
         )
 

@@ -20,18 +20,18 @@ class Shelf:
 
     Args:
         limit: most of them.
+
+    Attributes:
+        loaded: what is served, in the order of loading; never changed in place, so that any thread may read it.
     """
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
+        self.loaded: tuple[ServedAdapter, ...] = ()
         self._by_use: OrderedDict[str, ServedAdapter] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._by_use)
-
-    def all(self) -> tuple[ServedAdapter, ...]:
-        """Return what is loaded; may be called from another thread."""
-        return tuple(self._by_use.copy().values())
 
     def ask(self, name: str) -> ServedAdapter:
         """Return an adapter for a request, which makes it the most recently asked for.
@@ -111,6 +111,7 @@ class Shelf:
             gone.append(self._by_use.pop(free))
         self._by_use[adapter.name] = adapter
         self._by_use.move_to_end(adapter.name)
+        self.loaded = (*(one for one in self.loaded if one not in gone), adapter)
         return gone
 
     def drop(self, name: str, *, in_use: Callable[[str], bool]) -> ServedAdapter | None:
@@ -121,4 +122,6 @@ class Shelf:
         """
         if name in self._by_use and in_use(name):
             raise EngineError(f"adapter {name!r} is in use; drop it when its requests have ended, or abort them")
-        return self._by_use.pop(name, None)
+        gone = self._by_use.pop(name, None)
+        self.loaded = tuple(one for one in self.loaded if one is not gone)
+        return gone
