@@ -92,7 +92,8 @@ class Codec(msgspec.Struct, frozen=True):
         """
         try:
             if self.name == "json":
-                return msgspec.json.decode(data or b"{}", type=kind)
+                # Numbers may come as text: in JSON those of 64 bits do.
+                return msgspec.json.decode(data or b"{}", type=kind, strict=False)
             return protobuf.decode(data, kind)
         except (msgspec.MsgspecError, protobuf.BadProtobuf) as error:
             raise RpcProblem("invalid_argument", f"the body is no {kind.__name__}: {error}") from error

@@ -174,7 +174,8 @@ class Node:
             alive = [one.sandbox.id for one in self._served.values() if one.files is None]
             kept = [one.files.snapshot_id for one in self._served.values() if one.files is not None]
             await self._provider.kill(alive, reason=DeathReason.RELEASED)
-            await self._provider.delete_snapshots([*kept, *self.shelf.ids()])
+            if kept := [*kept, *self.shelf.ids()]:
+                await self._provider.delete_snapshots(kept)
             self._served.clear()
         finally:
             for task in self._running:

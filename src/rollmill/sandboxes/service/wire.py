@@ -146,7 +146,7 @@ class SignalRequest(Message, frozen=True, kw_only=True):
     """A signal; JSON may give its name or its number."""
 
     process: Annotated[Selector | None, Field(1)] = None
-    signal: Annotated[Signal | int, Field(2)] = 0
+    signal: Annotated[Signal | int, Field(2)] = Signal.UNSPECIFIED
 
 
 class ProcessInput(Message, frozen=True, kw_only=True):

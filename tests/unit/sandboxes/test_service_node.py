@@ -1,0 +1,209 @@
+"""The sandboxes of a service node on the fake provider, in virtual time: ends, pauses, limits, repeated calls."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from rollmill.clock import VirtualClock
+from rollmill.errors import CreateUnknown, DeadlineExceeded, SandboxRetryable
+from rollmill.sandboxes import DeathReason, SandboxState
+from rollmill.sandboxes.service.law import HttpProblem, Plan, Standing
+from rollmill.sandboxes.service.node import Node, Order
+from rollmill.sandboxes.service.settings import ServiceSettings
+from rollmill.sandboxes.service.templates import Template
+from rollmill.testing import FakeSandboxProvider, run_virtual
+from rollmill.testing.faults import FaultInjector, Hang, Raise
+
+Scenario = Callable[[Node, FakeSandboxProvider], Awaitable[Any]]
+PAUSE = Plan(pause=True)
+
+
+def at_node(scenario: Scenario, *, provider: dict[str, Any] | None = None, **settings: Any) -> Any:
+    clock = VirtualClock(start_s=1000.0)
+
+    async def main() -> Any:
+        fake = FakeSandboxProvider(**(provider or {}))
+        async with Node(
+            fake, settings=ServiceSettings(**settings), templates={"base": Template()}, clock=clock
+        ) as node:
+            result = await scenario(node, fake)
+        assert node.all() == {}
+        alive = [one for one in await fake.list() if one.state not in (SandboxState.DEAD, SandboxState.LOST)]
+        assert alive == []
+        return result
+
+    return run_virtual(main(), clock=clock)
+
+
+def order(timeout_s: float = 100.0, **changes: Any) -> Order:
+    return Order(template="base", timeout_s=timeout_s, **changes)
+
+
+async def reason_of(provider: FakeSandboxProvider, sandbox_id: str) -> DeathReason | None:
+    end = (await provider.status([sandbox_id]))[sandbox_id].death
+    return None if end is None else end.reason
+
+
+def test_a_sandbox_ends_at_its_timeout_and_its_lease_is_the_last_resort():
+    async def scenario(node: Node, provider: FakeSandboxProvider) -> None:
+        served = await node.create(order(100.0))
+        status = (await provider.status([served.id]))[served.id]
+        assert (status.lease.ttl_s, node.end_wall_s(served)) == (130.0, 1100.0)
+        await asyncio.sleep(99.9)
+        assert node.find(served.id) is served
+        await asyncio.sleep(0.2)
+        with pytest.raises(HttpProblem, match="is not here") as caught:
+            node.find(served.id)
+        assert caught.value.status == 404
+        assert await reason_of(provider, served.id) is DeathReason.LEASE_EXPIRED
+
+    at_node(scenario)
+
+
+def test_a_renewal_just_before_the_end_moves_it_and_one_that_shortens_counts_too():
+    async def scenario(node: Node, provider: FakeSandboxProvider) -> None:
+        served = await node.create(order(100.0))
+        await asyncio.sleep(99.0)
+        await node.set_timeout(served.id, timeout_s=50.0)
+        await asyncio.sleep(49.0)
+        assert served.standing is Standing.RUNNING
+        await node.set_timeout(served.id, timeout_s=0.5)
+        await asyncio.sleep(0.6)
+        assert served.standing is Standing.ENDED
+
+    at_node(scenario)
+
+
+def test_a_paused_sandbox_is_kept_and_ends_when_it_was_kept_long_enough():
+    async def scenario(node: Node, provider: FakeSandboxProvider) -> None:
+        served = await node.create(order(10.0, plan=PAUSE))
+        await asyncio.sleep(11.0)
+        assert (served.standing, served.sandbox.state) == (Standing.PAUSED, SandboxState.PAUSED)
+        with pytest.raises(HttpProblem, match=r"was not found: it is paused") as caught:
+            await node.for_traffic(served.id)
+        assert caught.value.status == 502
+        await asyncio.sleep(500.0)  # longer than the first lease
+        again, resumed = await node.connect(served.id, timeout_s=20.0)
+        assert (again, resumed, served.sandbox.state) == (served, True, SandboxState.READY)
+        await asyncio.sleep(21.0)
+        assert served.standing is Standing.PAUSED
+        await asyncio.sleep(1001.0)
+        assert await reason_of(provider, served.id) is DeathReason.LEASE_EXPIRED
+
+    at_node(scenario, paused_ttl_s=1000.0)
+
+
+def test_a_call_wakes_a_paused_sandbox_if_its_creator_chose_so_however_many_come():
+    async def scenario(node: Node, provider: FakeSandboxProvider) -> None:
+        served = await node.create(order(10.0, plan=Plan(pause=True, auto_resume=True)))
+        await asyncio.sleep(11.0)
+        found = await asyncio.gather(*(node.for_traffic(served.id) for _ in range(5)))
+        assert (found, served.standing) == ([served] * 5, Standing.RUNNING)
+
+    at_node(scenario)
+
+
+def test_a_pause_and_a_kill_at_once_follow_each_other():
+    async def scenario(node: Node, provider: FakeSandboxProvider) -> None:
+        served = await node.create(order())
+        results = await asyncio.gather(
+            node.pause(served.id), node.kill(served.id), node.pause(served.id), return_exceptions=True
+        )
+        assert results[:2] == [None, None]
+        assert isinstance(results[2], HttpProblem)
+        assert results[2].status == 404
+        assert await reason_of(provider, served.id) is DeathReason.RELEASED
+
+    at_node(scenario)
+
+
+def test_a_kill_that_hangs_is_told_in_time_and_the_lease_ends_what_is_left():
+    async def scenario(node: Node, provider: FakeSandboxProvider) -> None:
+        served = await node.create(order(100.0))
+        with pytest.raises(DeadlineExceeded, match=r"the kill of sandbox .* within 5 s"):
+            await node.kill(served.id)
+        await asyncio.sleep(131.0)
+        assert node.all() == {}
+        assert await reason_of(provider, served.id) is DeathReason.LEASE_EXPIRED
+
+    at_node(scenario, provider={"faults": FaultInjector({("kill", 1): Hang()})}, transition_s=5.0)
+
+
+def test_no_more_sandboxes_are_made_than_may_be_counting_those_that_start():
+    async def scenario(node: Node, provider: FakeSandboxProvider) -> None:
+        results = await asyncio.gather(*(node.create(order()) for _ in range(5)), return_exceptions=True)
+        refused = [one for one in results if isinstance(one, HttpProblem)]
+        assert [(one.status, one.after_s) for one in refused] == [(429, 1.0)] * 2
+        assert len(node.all()) == 3
+        await node.kill(next(iter(node.all())))
+        await node.create(order())
+
+    at_node(scenario, provider={"start_s": 2.0}, max_sandboxes=3)
+
+
+def test_a_start_that_failed_gives_its_place_back():
+    full = Raise(lambda: SandboxRetryable("no room", after_s=3.0))
+
+    async def scenario(node: Node, provider: FakeSandboxProvider) -> None:
+        with pytest.raises(SandboxRetryable):
+            await node.create(order())
+        assert (await node.create(order())).standing is Standing.RUNNING
+
+    at_node(scenario, provider={"faults": FaultInjector({("create", 1): full})}, max_sandboxes=1)
+
+
+def test_a_creation_whose_answer_was_cut_off_is_looked_for_and_found():
+    cut = Raise(lambda: CreateUnknown("cut off", sandbox_id="x"))
+
+    async def scenario(node: Node, provider: FakeSandboxProvider) -> None:
+        served = await node.create(order())
+        assert served.sandbox.id == served.id
+        await node.kill(served.id)
+
+    at_node(scenario, provider={"faults": FaultInjector({("create", 1): cut})})
+
+
+def test_calls_with_one_key_make_one_sandbox_and_after_its_end_another():
+    async def scenario(node: Node, provider: FakeSandboxProvider) -> None:
+        first, second = await asyncio.gather(*(node.create(order(key="k")) for _ in range(2)))
+        assert first is second
+        with pytest.raises(HttpProblem, match="was used for another sandbox"):
+            await node.create(order(key="k", metadata={"other": "yes"}))
+        await node.kill(first.id)
+        assert (await node.create(order(key="k"))).id != first.id
+
+    at_node(scenario, provider={"start_s": 1.0})
+
+
+def test_a_sandbox_that_died_by_itself_is_gone_from_lists_with_its_reason_for_callers():
+    async def scenario(node: Node, provider: FakeSandboxProvider) -> None:
+        served = await node.create(order())
+        provider.lose(detail="the node failed")
+        with pytest.raises(HttpProblem, match="was not found: it has ended \\(provider_lost\\) the node failed"):
+            await node.for_traffic(served.id)
+        assert node.all() == {}
+
+    at_node(scenario)
+
+
+@pytest.mark.parametrize(
+    ("asked", "status", "says"),
+    [
+        (Order(template="x", timeout_s=1.0), 404, "template 'x' is not known here; there are: base"),
+        (Order(template="base", timeout_s=101.0), 400, "it must be between 0 and 100"),
+        (Order(template="base", timeout_s=1.0, plan=Plan(pause=True, keep_memory=False)), 501, "paused as files"),
+    ],
+)
+def test_what_cannot_be_made_is_refused_before_anything_starts(asked, status, says):
+    async def scenario(node: Node, provider: FakeSandboxProvider) -> None:
+        node._can_keep_files = False
+        with pytest.raises(HttpProblem, match=says) as caught:
+            await node.create(asked)
+        assert caught.value.status == status
+        assert await provider.list() == ()
+
+    at_node(scenario, max_timeout_s=100.0, default_timeout_s=100.0)
