@@ -21,6 +21,7 @@ from generator_builders import (
 from rollmill.generator.engines.embedded.blocks import BlockStore
 from rollmill.generator.engines.embedded.drafting import ReadTokens
 from rollmill.generator.engines.embedded.linears import KernelChoice
+from rollmill.generator.engines.embedded.native import KernelsUnavailable, load_products
 from rollmill.types import GenerateRequest, SamplingParams, StopReason, Turn, Wave
 
 SHAPE = llama(hidden_size=48, head_dim=8, num_attention_heads=6)  # what the compiled attention can read
@@ -87,6 +88,23 @@ def test_log_probs_are_the_models_after_its_filters_whatever_the_draft_thinks(tm
         assert len(turn.output_ids) == 20 + n
         check(turn, SamplingParams(**sampling), spans={1: MODEL})
     assert engine.core.kv_used_tokens == 0
+
+
+def test_a_model_with_weights_of_eight_bits_takes_a_draft_too(tmp_path):
+    try:
+        load_products()
+    except KernelsUnavailable as error:
+        pytest.skip(str(error))
+    plain = SteppedEngine(tmp_path, MODEL, quantization="int8")
+    guessing = SteppedEngine(tmp_path, MODEL, quantization="int8", draft=MODEL)
+    for engine in (plain, guessing):
+        engine.submit(request("a", PROMPT, max_new_tokens=30, temperature=0.0))
+        engine.finish()
+    assert guessing.drafter is not None
+    assert 10 < guessing.drafter.accepted < guessing.drafter.guessed  # the draft is not rounded
+    one, other = plain.turn("a"), guessing.turn("a")
+    np.testing.assert_array_equal(one.output_ids, other.output_ids)
+    np.testing.assert_allclose(one.behavior_logprobs, other.behavior_logprobs, atol=1e-5)
 
 
 def test_a_draft_that_is_the_model_itself_is_nearly_always_right(tmp_path):
@@ -185,7 +203,7 @@ def test_a_swap_leaves_the_draft_as_it_was_and_its_guesses_count_less_often(tmp_
 
 def test_drafting_goes_on_while_blocks_run_short_and_sequences_are_preempted(tmp_path):
     engine = SteppedEngine(tmp_path, MODEL, draft=NEAR, kv_blocks=12, max_num_batched_tokens=24)
-    for asked in [*group(new=40), *group("t")]:
+    for asked in [*group(new=60), *group("t")]:
         engine.submit(asked)
         engine.steps(4)
     engine.submit(request("long", prompt_of(70, seed=3), max_new_tokens=9))
