@@ -6,6 +6,10 @@ import gzip
 import hashlib
 import io
 import json
+import os
+import re
+import shutil
+import subprocess
 import tarfile
 from collections.abc import Iterable
 from contextlib import nullcontext
@@ -148,3 +152,21 @@ class Layout:
 
 def small(**limits: Any) -> ImageLimits:
     return ImageLimits(**limits)
+
+
+def small_root(directory: Path, *, programs: Iterable[str]) -> Path:
+    """Make a root file system of a few programs of the host with their libraries."""
+    (directory / "usr/bin").mkdir(parents=True)
+    for name in ("bin", "lib", "lib64"):
+        (directory / "usr" / name).mkdir(exist_ok=True)
+        (directory / name).symlink_to(f"usr/{name}")
+    for name in programs:
+        program = shutil.which(name)
+        assert program is not None
+        shutil.copy(os.path.realpath(program), directory / "usr/bin" / name)
+        listed = subprocess.run(["ldd", program], capture_output=True, text=True, check=True).stdout
+        for library in re.findall(r"(/\S+)", listed):
+            target = directory / "usr" / library.lstrip("/").removeprefix("usr/")
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(os.path.realpath(library), target)
+    return directory
