@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import posixpath
+import secrets
 import zlib
 from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator
 
@@ -15,21 +17,37 @@ from starlette.routing import Route
 from rollmill.errors import RollmillError, SandboxFileError
 from rollmill.sandboxes.service.accounts import Account, absolute
 from rollmill.sandboxes.service.connect import RpcProblem
-from rollmill.sandboxes.service.exchange import Call, caller_of, linger, pieces_of, sandbox_id_of, unary
+from rollmill.sandboxes.service.exchange import (
+    Call,
+    caller_of,
+    linger,
+    pieces_of,
+    sandbox_id_of,
+    streaming,
+    unary,
+    with_keepalive,
+)
 from rollmill.sandboxes.service.inside import Inside
 from rollmill.sandboxes.service.law import READ, WRITE, HttpProblem, holder_of, signature, why_expired
 from rollmill.sandboxes.service.multipart import boundary_of, parts_of
 from rollmill.sandboxes.service.node import Node, Served
 from rollmill.sandboxes.service.problems import http_answer
+from rollmill.sandboxes.service.watching import MOST_WATCHERS, Watcher
 from rollmill.sandboxes.service.wire import (
     Empty,
     EntryResponse,
     ListDirRequest,
     ListDirResponse,
+    Message,
     MoveRequest,
     PathRequest,
+    WatcherEvents,
+    WatcherId,
+    WatchReply,
+    WatchRequest,
 )
 
+_KEEPALIVE = WatchReply(keepalive=Empty())
 _NEW_MODE = 0o644
 _DEEPEST = 64
 _FORM_BYTES = 1024 * 1024
@@ -55,6 +73,10 @@ class FileFace:
             unary(f"{base}/Move", MoveRequest, self._move, node=node),
             unary(f"{base}/ListDir", ListDirRequest, self._list, node=node),
             unary(f"{base}/Remove", PathRequest, self._remove, node=node),
+            unary(f"{base}/CreateWatcher", WatchRequest, self._create_watcher, node=node),
+            unary(f"{base}/GetWatcherEvents", WatcherId, self._watcher_events, node=node),
+            unary(f"{base}/RemoveWatcher", WatcherId, self._remove_watcher, node=node),
+            streaming(f"{base}/WatchDir", WatchRequest, self._watch, node=node),
             Route("/files", self._download, methods=["GET"]),
             Route("/files", self._upload, methods=["POST"]),
         ]
@@ -88,6 +110,65 @@ class FileFace:
     async def _remove(self, call: Call, message: PathRequest) -> Empty:
         await (await self._inside(call.served)).remove(absolute(message.path, await call.account()))
         return Empty()
+
+    # -- watchers ----------------------------------------------------------------------------------------------------
+
+    async def _watcher(self, call: Call, message: WatchRequest) -> tuple[str, Watcher]:
+        served = call.served
+        path = absolute(message.path, await call.account())
+        directory = await (await self._inside(served)).directory(path)
+        if len(served.watchers) >= MOST_WATCHERS:
+            raise RpcProblem("resource_exhausted", f"{MOST_WATCHERS} directories are watched; end a watcher first")
+        watcher = await Watcher.start(served.sandbox, directory, recursive=message.recursive)
+        name = secrets.token_hex(8)
+        served.watchers[name] = watcher
+        self._node.run(watcher.pump(), name=f"watcher of {directory} in sandbox {served.id}")
+        try:
+            await watcher.wait_ready()
+        except BaseException:
+            await self._close(served, name)
+            raise
+        return name, watcher
+
+    async def _create_watcher(self, call: Call, message: WatchRequest) -> WatcherId:
+        name, _ = await self._watcher(call, message)
+        return WatcherId(watcher_id=name)
+
+    async def _watcher_events(self, call: Call, message: WatcherId) -> WatcherEvents:
+        return WatcherEvents(events=self._found(call, message).taken())
+
+    async def _remove_watcher(self, call: Call, message: WatcherId) -> Empty:
+        self._found(call, message)
+        await self._close(call.served, message.watcher_id)
+        return Empty()
+
+    def _found(self, call: Call, message: WatcherId) -> Watcher:
+        watcher = call.served.watchers.get(message.watcher_id)
+        if watcher is None:
+            raise RpcProblem("not_found", f"no watcher {message.watcher_id!r} is here; it was removed, or never made")
+        return watcher
+
+    async def _close(self, served: Served, name: str) -> None:
+        watcher = served.watchers.pop(name, None)
+        if watcher is not None:
+            await watcher.close()
+
+    async def _watch(self, call: Call, message: WatchRequest) -> AsyncGenerator[Message, None]:
+        timeout_s = call.timeout_s
+        deadline_s = None if timeout_s is None else asyncio.get_running_loop().time() + timeout_s
+        name, watcher = await self._watcher(call, message)
+
+        async def next_reply() -> WatchReply:
+            return WatchReply(filesystem=await watcher.next())
+
+        replies = with_keepalive(next_reply, keepalive=_KEEPALIVE, every_s=call.keepalive_s(), deadline_s=deadline_s)
+        try:
+            yield WatchReply(start=Empty())
+            async with contextlib.aclosing(replies):
+                async for reply in replies:
+                    yield reply
+        finally:
+            await self._close(call.served, name)
 
     # -- up and down -------------------------------------------------------------------------------------------------
 

@@ -31,6 +31,7 @@ from rollmill.sandboxes.service.programs import Programs
 from rollmill.sandboxes.service.settings import ServiceSettings
 from rollmill.sandboxes.service.shelf import Kept, Shelf
 from rollmill.sandboxes.service.templates import Template
+from rollmill.sandboxes.service.watching import Watcher
 
 _log = logging.getLogger(__name__)
 _SAMPLES = 120
@@ -87,7 +88,7 @@ class Served:
         self.end_s = 0.0
         self.programs: Programs
         self.accounts: Accounts
-        self.watchers: dict[str, Any] = {}
+        self.watchers: dict[str, Watcher] = {}
         self.samples: deque[Sample] = deque(maxlen=_SAMPLES)
         self.timer: asyncio.TimerHandle | None = None
         self.turn = asyncio.Lock()
@@ -111,6 +112,7 @@ class Served:
         self._sandbox, self.files = sandbox, None
         self.programs = Programs(stall_s=stall_s)
         self.accounts = Accounts(sandbox)
+        self.watchers = {}
         self.lives += 1
 
     def listed(self) -> Listed:
