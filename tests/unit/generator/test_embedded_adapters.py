@@ -374,18 +374,29 @@ def test_an_adapter_of_another_model_is_refused_and_nothing_changes(tmp_path, ch
         low_rank.pack({}, name="a", settings=SETTINGS, policy_version=1, digest="d")
 
 
-def test_rows_are_grouped_by_adapter_and_all_of_one_need_no_index():
+def test_rows_are_grouped_by_adapter_and_a_run_of_them_needs_no_index():
     one, other = (
         ServedAdapter(name=name, policy_version=1, digest="", pairs={}, nbytes=0, space=name.encode())
         for name in ("a", "b")
     )
-    groups = groups_of([(one, 2), (None, 1), (other, 1), (one, 3)])
-    assert [(adapter.name, rows.tolist()) for adapter, rows in groups if rows is not None] == [
-        ("a", [0, 1, 4, 5, 6]),
-        ("b", [3]),
-    ]
-    assert groups_of([(one, 2), (one, 1)]) == ((one, None),)
+    (first, scattered), second = groups_of([(one, 2), (None, 1), (other, 2), (one, 3)])
+    assert first is one
+    assert isinstance(scattered, torch.Tensor)
+    assert scattered.tolist() == [0, 1, 5, 6, 7]
+    assert second == (other, slice(3, 5))
+    assert groups_of([(None, 2), (one, 2), (one, 1)]) == ((one, slice(2, 5)),)
     assert groups_of([(None, 4)]) == ()
+
+
+def test_running_sequences_stand_by_adapter(tmp_path):
+    engine = with_places(tmp_path)
+    load(engine, "a")
+    load(engine, "b")
+    for index, name in enumerate(["b", "", "a", "b", "a"]):
+        engine.submit(asks(name, f"{name}{index}", prompt_of(4, seed=index), seed=index))
+    engine.steps(2)
+    assert [one.request.request_id for one in engine.core.running] == ["1", "a2", "a4", "b0", "b3"]
+    engine.finish()
 
 
 def test_a_shelf_serves_the_base_to_whoever_names_no_adapter():

@@ -142,8 +142,7 @@ class EngineCore:
         """
         request = sequence.request
         self.refuse_if_dirty()
-        if request.adapter:
-            self.shelf.ask(request.adapter)
+        self.shelf.ask(request.adapter)
         served = self._version_of(sequence)
         if request.min_policy_version > served:
             raise EngineError(
@@ -325,6 +324,8 @@ class EngineCore:
         over = [(sequence, reason) for sequence in self.running if (reason := sequence.stop_reason()) is not None]
         for reason in (StopReason.STOP, StopReason.LENGTH):
             self._remove([sequence for sequence, why in over if why is reason], reason=reason)
+        if len(self.shelf) > 0:  # rows of one adapter side by side need no gathering
+            self.running.sort(key=lambda one: one.request.adapter)
 
     def _remove(self, sequences: list[Sequence], *, reason: StopReason) -> None:
         """Free KV and deliver the turns; a wave that loses a request fails whole."""

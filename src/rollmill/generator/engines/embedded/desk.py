@@ -91,10 +91,10 @@ class AdapterDesk:
         if staged is not None and staged.policy_version == policy_version:
             return staged
         served = self._core.shelf.ask(name)
-        if policy_version not in (None, served.policy_version):
+        if served is None or policy_version not in (None, served.policy_version):
             raise ModelError(
-                f"adapter {name!r} is served in policy version {served.policy_version}, and {policy_version} is not "
-                "staged"
+                f"policy version {policy_version} of adapter {name!r} is neither staged nor served; served is "
+                f"{'the base' if served is None else served.policy_version}"
             )
         return served
 

@@ -76,8 +76,8 @@ class ServedAdapter:
     space: bytes
 
 
-RowGroups = tuple[tuple[ServedAdapter, torch.Tensor | None], ...]
-"""Adapter -> int64 [rows], its packed tokens; `None` for all."""
+RowGroups = tuple[tuple[ServedAdapter, torch.Tensor | slice], ...]
+"""Adapter -> its packed tokens: a run of them, or int64 [rows]."""
 
 
 @dataclass(slots=True)
@@ -99,11 +99,12 @@ def groups_of(owners: Iterable[tuple[ServedAdapter | None, int]]) -> RowGroups:
         if adapter is not None:
             runs.setdefault(adapter, []).append(np.arange(at, at + count))
         at += count
-    found: list[tuple[ServedAdapter, torch.Tensor | None]] = []
-    for adapter, places in runs.items():
-        rows = np.concatenate(places)
-        found.append((adapter, None if len(rows) == at else torch.from_numpy(rows)))
-    return tuple(found)
+    return tuple((adapter, _run_or_rows(np.concatenate(places))) for adapter, places in runs.items())
+
+
+def _run_or_rows(rows: np.ndarray) -> torch.Tensor | slice:
+    first, last = int(rows[0]), int(rows[-1])
+    return slice(first, last + 1) if last - first + 1 == len(rows) else torch.from_numpy(rows)
 
 
 class _AdaptedLinear:
@@ -130,11 +131,11 @@ class _AdaptedLinear:
                 self._add(out.view(-1, self.outputs), input.reshape(-1, self.inputs), pair=pair, rows=rows)
         return out
 
-    def _add(self, out: torch.Tensor, input: torch.Tensor, *, pair: Pair, rows: torch.Tensor | None) -> None:
-        own = input if rows is None else input[rows]
-        change = pair.change(own.to(torch.float32).contiguous(), packing=self._packing).to(out.dtype)
-        if rows is None:
-            out.add_(change)
+    def _add(self, out: torch.Tensor, input: torch.Tensor, *, pair: Pair, rows: torch.Tensor | slice) -> None:
+        own = input[rows].to(torch.float32).contiguous()
+        change = pair.change(own, packing=self._packing).to(out.dtype)
+        if isinstance(rows, slice):
+            out[rows].add_(change)
         else:
             out.index_add_(0, rows, change)
 

@@ -33,12 +33,14 @@ class Shelf:
     def __len__(self) -> int:
         return len(self._by_use)
 
-    def ask(self, name: str) -> ServedAdapter:
-        """Return an adapter for a request, which makes it the most recently asked for.
+    def ask(self, name: str) -> ServedAdapter | None:
+        """Return an adapter for a request, which makes it the most recently asked for; `None` for the base.
 
         Raises:
             ModelError: if it is not loaded, naming those that are.
         """
+        if not name:
+            return None
         adapter = self._by_use.get(name)
         if adapter is None:
             loaded = ", ".join(map(repr, self._by_use)) or "none"
