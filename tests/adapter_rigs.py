@@ -8,15 +8,21 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from fake_daytona import TOKEN as DAYTONA_TOKEN
+from fake_daytona import FakeDaytona
 from fake_docker import FakeDocker
 from fake_e2b import TOKEN as E2B_TOKEN
 from fake_e2b import FakeE2B
+from fake_prime import TOKEN as PRIME_TOKEN
+from fake_prime import FakePrime
 from fake_swerex import FakeSweRex
 from rollmill.sandboxes import IsolationLevel, Provider
+from rollmill.sandboxes.backends.daytona import DaytonaProvider, DaytonaSettings
 from rollmill.sandboxes.backends.docker import DockerProvider, DockerSettings
 from rollmill.sandboxes.backends.e2b import E2BProvider, E2BSettings
 from rollmill.sandboxes.backends.hosted import HostedProvider
 from rollmill.sandboxes.backends.http import Secret
+from rollmill.sandboxes.backends.prime import PrimeProvider, PrimeSettings
 from rollmill.sandboxes.backends.swerex import SweRexProvider, SweRexSettings
 from sandbox_builders import RealRig
 
@@ -49,17 +55,34 @@ async def open_swerex(engine: Provider, directory: Path, **settings: Any) -> Ope
     return SweRexProvider(fake, SweRexSettings(isolation=IsolationLevel.HARDENED, **settings)), fake
 
 
+async def open_daytona(engine: Provider, directory: Path, **settings: Any) -> Opened:
+    fake = FakeDaytona(engine)
+    await fake.server.start()
+    token = Secret(DAYTONA_TOKEN)
+    return DaytonaProvider(DaytonaSettings(api_url=f"{fake.server.url}/api", token=token, **settings)), fake
+
+
+async def open_prime(engine: Provider, directory: Path, **settings: Any) -> Opened:
+    fake = FakePrime(engine)
+    await fake.server.start()
+    return PrimeProvider(PrimeSettings(api_url=f"{fake.server.url}/v1", token=Secret(PRIME_TOKEN), **settings)), fake
+
+
 OPENERS: dict[str, Callable[..., Awaitable[Opened]]] = {
+    "daytona": open_daytona,
     "docker": open_docker,
     "docker_read_only": open_docker_read_only,
     "e2b": open_e2b,
+    "prime": open_prime,
     "swerex": open_swerex,
 }
 _CAPPED = frozenset({"capped"})
 LEVELS = {
+    "daytona": frozenset({"hardened"}),
     "docker": _CAPPED,
     "docker_read_only": _CAPPED,
     "e2b": frozenset({"virtual_machine"}),
+    "prime": frozenset({"virtual_machine"}),
     "swerex": frozenset({"hardened"}),
 }
 

@@ -43,7 +43,7 @@ class FakeSweRex:
     async def start(self, *, id: str, image: Image) -> Endpoint:
         ref = new_id()
         lease = Lease(owner="fake", ttl_s=3600.0)
-        self.runtimes[ref] = FakeRuntime(await self._engine.create(engine_spec(), id=ref, lease=lease))
+        self.runtimes[ref] = FakeRuntime(await self._engine.create(engine_spec(pids=400), id=ref, lease=lease))
         return Endpoint(url=f"{self.server.url}/r/{ref}", token=Secret(TOKEN))
 
     async def stop(self, endpoint: Endpoint) -> None:

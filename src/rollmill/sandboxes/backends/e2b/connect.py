@@ -74,7 +74,7 @@ class Envelopes:
                 break
             data = bytes(self._rest[_HEAD.size : _HEAD.size + length])
             del self._rest[: _HEAD.size + length]
-            message = _parse(data)
+            message = parse_json(data)
             if flags & _LAST:
                 self.ended = True
                 raise_error(message)
@@ -83,7 +83,8 @@ class Envelopes:
         return found
 
 
-def _parse(data: bytes) -> Any:
+def parse_json(data: bytes) -> Any:
+    """Return the JSON of a message; none is an empty one."""
     try:
         return json.loads(data or b"{}")
     except ValueError as error:

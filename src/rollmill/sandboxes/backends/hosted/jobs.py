@@ -126,6 +126,34 @@ exit "$c"
 """
 
 
+_MERGED = """
+s=$1 f=/tmp/.rollmill.$$; shift
+sh -c "$s" sh "$@" 2>"$f"
+c=$?
+echo; echo --rollmill--
+head -c 500 "$f"; rm -f "$f"
+exit $c
+"""
+
+_BETWEEN = b"\n--rollmill--\n"
+
+
+def apart(script: str, arguments: Sequence[str]) -> tuple[str, list[str]]:
+    """Return a script that runs another one for a call that mixes its two outputs: they come one after the other."""
+    return _MERGED, [script, *arguments]
+
+
+def parted(code: int, text: bytes) -> Ran:
+    """Return what the script of `apart` said.
+
+    Example:
+        >>> parted(1, b"out\\n\\n--rollmill--\\nbad").err
+        b'bad'
+    """
+    out, between, err = text.rpartition(_BETWEEN)
+    return Ran(code=code, out=out, err=err) if between else Ran(code=code or 1, err=text)
+
+
 class Shell(Protocol):
     """A vendor's call: runs a script inside to its end. What it returns is text, as far as it is printable."""
 

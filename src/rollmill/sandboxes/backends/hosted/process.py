@@ -6,6 +6,7 @@ The vendor starts it and sends its output; who kills it, when, and under which n
 from __future__ import annotations
 
 import asyncio
+import logging
 import signal as signals
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from typing import Any
@@ -16,6 +17,7 @@ from rollmill.sandboxes.backends.hosted.streams import feed
 from rollmill.sandboxes.records import ExecResult
 
 _SHELL_SIGNAL_BASE = 128
+_log = logging.getLogger(__name__)
 
 
 def exit_code_of(code: int, *, sent: int) -> int:
@@ -158,7 +160,13 @@ class HostedProcess:
         except RollmillError as error:
             self.fail(await self._explain(error))
         finally:
+            await self._let_go()
+
+    async def _let_go(self) -> None:
+        try:
             await self._running.close()
+        except RollmillError as error:  # its end is known, and what is left goes with the sandbox
+            _log.debug("what a program left could not be removed: %s", error)
 
     def _take(self, stream: str, data: bytes, skipped: int) -> None:
         self._produced[stream] += len(data) + skipped

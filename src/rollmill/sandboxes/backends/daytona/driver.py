@@ -1,0 +1,331 @@
+"""Daytona over HTTP: its API for sandboxes, and the toolbox inside each for commands.
+
+Follows the Python SDK, version 0.226. The toolbox runs a command line to its end and returns one text, so programs are
+jobs (`hosted.jobs`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import shlex
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rollmill.errors import ImageError, SandboxError, SandboxRetryable
+from rollmill.sandboxes.backends.hosted.driver import Found, Gone
+from rollmill.sandboxes.backends.hosted.jobs import JobGuest, apart, parted
+from rollmill.sandboxes.backends.hosted.provider import HostedProvider
+from rollmill.sandboxes.backends.hosted.settings import CLAIMS, HostedSettings
+from rollmill.sandboxes.backends.hosted.shell import Ran, argv_of
+from rollmill.sandboxes.backends.http import CutOff, Refused, VendorHttp, token_of
+from rollmill.sandboxes.isolation import IsolationLevel, Protection
+from rollmill.sandboxes.lifecycle import death
+from rollmill.sandboxes.records import (
+    Capabilities,
+    Death,
+    DeathReason,
+    Image,
+    NamedImage,
+    SandboxSpec,
+    SandboxState,
+)
+
+TOKEN_VARIABLE = "DAYTONA_API_KEY"
+
+_LOOK_S = 0.2
+_PAGE = 100
+_MOST_PAGES = 1000
+_RETRY_AFTER_S = 5.0
+_GRACE_S = 10.0
+_BEGINNING = frozenset(
+    {"creating", "restoring", "starting", "pending_build", "building_snapshot", "pulling_snapshot", "unknown"}
+)
+_ENDED = frozenset({"destroyed", "destroying", "error", "build_failed", "archived", "archiving"})
+
+
+class DaytonaSettings(HostedSettings, frozen=True, kw_only=True):
+    """How to reach Daytona.
+
+    Attributes:
+        api_url: of its API.
+        snapshot: what stands for `HostImage`; empty: the service's default. Memory, disk and processors are its.
+        target: region; empty: the account's.
+        isolation: what keeps a sandbox from its host there; the service does not show it.
+        scratch: directory inside for programs' output.
+        wait_s: how long one call may wait inside for news.
+        idle_s: longest pause between two looks at a silent program.
+    """
+
+    api_url: str = "https://app.daytona.io/api"
+    snapshot: str = ""
+    target: str = ""
+    isolation: IsolationLevel = IsolationLevel.HARDENED
+    scratch: str = "/tmp/.rollmill"
+    wait_s: float = 2.0
+    idle_s: float = 1.0
+
+
+class ToolboxShell:
+    """The call of a toolbox that runs command lines.
+
+    Args:
+        http: connections.
+        address: of this toolbox.
+    """
+
+    def __init__(self, http: VendorHttp, *, address: str) -> None:
+        self._http = http
+        self._address = address
+
+    async def run(self, script: str, arguments: Sequence[str], *, deadline_s: float) -> Ran:
+        """Run a script to its end."""
+        line = shlex.join(argv_of(*_flat(apart(script, arguments))))
+        try:
+            reply = await self._http.call(
+                "POST",
+                f"{self._address}/process/execute",
+                what="a command",
+                body={"command": line, "cwd": "/", "timeout": math.ceil(deadline_s)},
+                deadline_s=deadline_s + _GRACE_S,
+            )
+        except Refused as error:
+            raise _explain(error) from error
+        shown = reply.json()
+        return parted(int(shown.get("exitCode", shown.get("code", 0))), str(shown.get("result") or "").encode())
+
+    async def upload(self, path: str, data: bytes) -> bool:
+        """Write a file as it is."""
+        try:
+            await self._http.call(
+                "POST",
+                f"{self._address}/files/bulk-upload",
+                what=f"an upload of {len(data)} bytes",
+                files={"files[0].path": (None, path.encode()), "files[0].file": (path, data)},
+            )
+        except Refused as error:
+            raise _explain(error) from error
+        return True
+
+
+def _flat(pair: tuple[str, list[str]]) -> list[str]:
+    return [pair[0], *pair[1]]
+
+
+def _explain(error: Refused) -> SandboxError:
+    words = error.words.lower()
+    if error.status in (404, 410) or "not found" in words or "not started" in words or "is not running" in words:
+        return Gone(f"the sandbox's toolbox is gone: {error.words}")
+    if error.status in (408, 504) or "timeout" in words:
+        return CutOff(f"a command of the toolbox took too long: {error.words}")
+    return error
+
+
+class DaytonaDriver:
+    """The adapter.
+
+    Args:
+        settings: how to reach the service.
+    """
+
+    product = "Daytona"
+    capabilities = Capabilities(
+        extend_ttl=True, labels=True, limits=("cpu_s", "wall_s", "exec_s", "output_bytes", "open_files")
+    )
+
+    def __init__(self, settings: DaytonaSettings) -> None:
+        self._settings = settings
+        token = token_of(settings.token, variable=TOKEN_VARIABLE, product=self.product)
+        self._http = VendorHttp(
+            product=self.product,
+            base_url=settings.api_url,
+            headers={"Authorization": f"Bearer {token}"},
+            call_s=settings.call_s,
+            secrets=(token,),
+        )
+
+    @property
+    def protections(self) -> frozenset[Protection] | None:
+        """Return what the settings say of the service."""
+        return CLAIMS[self._settings.isolation]
+
+    async def protections_of(self, found: Found) -> frozenset[Protection]:
+        """Return the same for each."""
+        return CLAIMS[self._settings.isolation]
+
+    def check(self, image: Image) -> None:
+        """Accept every snapshot's name: whether it exists shows when a sandbox is made."""
+
+    async def prepare(self, image: Image) -> None:
+        """Look whether there is a snapshot of this name; they are built by the service's own tools."""
+        name = image.name if isinstance(image, NamedImage) else self._settings.snapshot
+        if not name:
+            return
+        try:
+            await self._http.call("GET", f"snapshots/{name}", what=f"the snapshot {name}")
+        except Refused as error:
+            if error.status == 404:
+                raise _no_snapshot(name, error) from error
+            raise
+
+    async def create(self, spec: SandboxSpec, *, id: str, marks: Mapping[str, str], ttl_s: float) -> Found:
+        """Make a sandbox."""
+        name = spec.image.name if isinstance(spec.image, NamedImage) else self._settings.snapshot
+        body: dict[str, Any] = {
+            "name": f"rollmill-{id}",
+            "labels": dict(marks),
+            "networkBlockAll": True,
+            "public": False,
+            "ttlMinutes": _minutes(ttl_s),
+            "autoStopInterval": 0,  # ours ends it; a silent program is no idle one
+            "autoDeleteInterval": 0,  # what has stopped is of no use
+        }
+        if name:
+            body["snapshot"] = name
+        if self._settings.target:
+            body["target"] = self._settings.target
+        try:
+            reply = await self._http.call("POST", "sandbox", what="a sandbox", body=body, deadline_s=math.inf)
+        except Refused as error:
+            if error.status in (400, 404) and "snapshot" in error.words.lower():
+                raise _no_snapshot(name, error) from error
+            if error.status == 409:
+                raise SandboxError(f"Daytona has a sandbox rollmill-{id} already: {error.words}") from error
+            raise
+        return self._found(reply.json(), marks)
+
+    def _found(self, shown: Mapping[str, Any], marks: Mapping[str, str] | None = None) -> Found:
+        state = str(shown.get("state", "unknown"))
+        known = SandboxState.STARTING if state in _BEGINNING else SandboxState.READY
+        return Found(
+            ref=str(shown["id"]),
+            marks=dict(shown.get("labels") or {}) if marks is None else marks,
+            state=SandboxState.DEAD if state in _ENDED or state == "stopped" else known,
+            access={"toolbox": str(shown.get("toolboxProxyUrl") or "")},
+        )
+
+    async def _show(self, found: Found) -> Mapping[str, Any]:
+        try:
+            reply = await self._http.call("GET", f"sandbox/{found.ref}", what=f"a look at {found.ref}")
+        except Refused as error:
+            if error.status == 404:
+                raise Gone(f"Daytona does not know sandbox {found.ref} any more: {error.words}") from error
+            raise
+        return reply.json()
+
+    async def enter(self, found: Found, spec: SandboxSpec) -> JobGuest:
+        """Wait until it has started."""
+        while True:
+            shown = await self._show(found)
+            state = str(shown.get("state"))
+            if state == "started":
+                break
+            if state in ("error", "build_failed"):
+                raise _start_error(str(shown.get("errorReason") or state))
+            if state in _ENDED:
+                raise Gone(f"the sandbox ended before it started: {state}")
+            await asyncio.sleep(_LOOK_S)
+        toolbox = str(shown.get("toolboxProxyUrl") or "") or await self._toolbox(found)
+        settings = self._settings
+        guest = JobGuest(
+            ToolboxShell(self._http, address=f"{toolbox.rstrip('/')}/{found.ref}"),
+            product=self.product,
+            scratch=settings.scratch,
+            wait_s=settings.wait_s,
+            idle_s=settings.idle_s,
+            call_s=settings.call_s,
+        )
+        await guest.probe()
+        return guest
+
+    async def _toolbox(self, found: Found) -> str:
+        reply = await self._http.call("GET", f"sandbox/{found.ref}/toolbox-proxy-url", what="the toolbox's address")
+        return str(reply.json()["url"])
+
+    async def find(self, marks: Mapping[str, str]) -> list[Found]:
+        """Return those with these labels, page by page."""
+        parameters: dict[str, Any] = {"limit": _PAGE}
+        if marks:
+            parameters["labels"] = json.dumps(dict(marks))
+        found: list[Found] = []
+        for _ in range(_MOST_PAGES):
+            reply = await self._http.call("GET", "sandbox", what="the list of sandboxes", parameters=parameters)
+            shown = reply.json() or {}
+            found += [self._found(one) for one in shown.get("items", [])]
+            if not shown.get("nextCursor"):
+                return [one for one in found if one.state is not SandboxState.DEAD]
+            parameters["cursor"] = shown["nextCursor"]
+        raise SandboxError(f"Daytona's list of sandboxes does not end: {len(found)} after {_MOST_PAGES} pages")
+
+    async def explain(self, found: Found) -> Death | None:
+        """Return how it ended; the service tells a reason of errors alone."""
+        try:
+            shown = await self._show(found)
+        except Gone as error:
+            return death(DeathReason.PROVIDER_LOST, detail=str(error))
+        state = str(shown.get("state"))
+        if state in _ENDED or state == "stopped":
+            detail = f"it is {state} at Daytona: {shown.get('errorReason') or 'no reason given'}"
+            return death(DeathReason.PROVIDER_LOST, detail=detail)
+        return None
+
+    async def kill(self, found: Found) -> None:
+        """Delete it."""
+        try:
+            await self._http.call("DELETE", f"sandbox/{found.ref}", what=f"the end of {found.ref}")
+        except Refused as error:
+            if error.status == 409:  # its state is changing
+                raise SandboxRetryable(
+                    f"Daytona cannot delete it now: {error.words}", after_s=_RETRY_AFTER_S
+                ) from error
+            if error.status not in (404, 410):
+                raise
+
+    async def set_ttl(self, found: Found, ttl_s: float) -> None:
+        """Set when the service ends it."""
+        try:
+            path = f"sandbox/{found.ref}/ttl/{_minutes(ttl_s)}"
+            await self._http.call("POST", path, what=f"a longer time limit of {found.ref}")
+        except Refused as error:
+            if error.status == 404:
+                raise Gone(f"Daytona does not know sandbox {found.ref} any more: {error.words}") from error
+            raise
+
+    async def pause(self, found: Found) -> None:
+        """Never called: it is not offered."""
+
+    async def resume(self, found: Found, *, ttl_s: float) -> JobGuest | None:
+        """Never called: it is not offered."""
+        return None
+
+    async def close(self) -> None:
+        """Let go of all connections."""
+        await self._http.close()
+
+
+class DaytonaProvider(HostedProvider[DaytonaDriver]):
+    """Sandboxes of Daytona.
+
+    Args:
+        settings: how to reach it.
+    """
+
+    def __init__(self, settings: DaytonaSettings | None = None) -> None:
+        settings = DaytonaSettings() if settings is None else settings
+        super().__init__(DaytonaDriver(settings), settings)
+
+
+def _minutes(ttl_s: float) -> int:
+    return max(1, math.ceil(ttl_s / 60))
+
+
+def _start_error(reason: str) -> SandboxError:
+    kind = ImageError if any(one in reason.lower() for one in ("snapshot", "image", "pull", "build")) else SandboxError
+    return kind(f"Daytona could not start the sandbox: {reason}")
+
+
+def _no_snapshot(name: str, error: Refused) -> ImageError:
+    return ImageError(
+        f"Daytona has no snapshot {name!r} ({error.status}: {error.words}); build it there, or name another"
+    )
