@@ -384,6 +384,90 @@ def test_no_such_user_and_no_such_directory_are_said(sandbox):
         sandbox.commands.run("true", cwd="/not/there")
 
 
+# -- terminals --------------------------------------------------------------------------------------------------------
+
+
+def test_a_terminal_has_a_size_takes_input_and_ends_with_its_shell(sandbox):
+    terminal = sandbox.pty.create(e2b.PtySize(rows=24, cols=80), envs={"PS1": "$ "}, cwd="/tmp")
+    sandbox.pty.resize(terminal.pid, e2b.PtySize(rows=31, cols=101))
+    sandbox.pty.send_stdin(terminal.pid, b"stty size; pwd; echo $TERM; tty; exit 5\n")
+    heard: list[bytes] = []
+    with pytest.raises(e2b.CommandExitException) as caught:
+        terminal.wait(on_pty=heard.append)
+    said = b"".join(heard).decode()
+    assert caught.value.exit_code == 5
+    assert "31 101\r\n/tmp\r\nxterm-256color\r\n/dev/pts/" in said
+
+
+def test_a_terminal_is_heard_again_after_its_caller_left_and_is_killed(sandbox):
+    terminal = sandbox.pty.create(e2b.PtySize(rows=24, cols=80))
+    terminal.disconnect()
+    again = sandbox.pty.connect(terminal.pid, timeout=20)
+    sandbox.pty.send_stdin(terminal.pid, b"echo $((40+2))\n")
+    heard = b""
+    for _, _, piece in again:
+        heard += piece or b""
+        if b"42\r\n" in heard:
+            break
+    assert b"42\r\n" in heard
+    assert sandbox.pty.kill(terminal.pid) is True
+    until(lambda: sandbox.pty.kill(terminal.pid) is False)
+    plain = sandbox.commands.run("sleep 100", background=True)
+    with pytest.raises(e2b.InvalidArgumentException, match="has no terminal"):
+        sandbox.pty.resize(plain.pid, e2b.PtySize(rows=1, cols=1))
+    plain.kill()
+
+
+# -- snapshots --------------------------------------------------------------------------------------------------------
+
+
+def test_a_snapshot_of_files_is_a_template_until_it_is_deleted(service):
+    one = service.create(envs={"KEPT": "env"})
+    one.files.write("state", "first")
+    snapshot = one.create_snapshot(mode="filesystem", name="my-state")
+    assert snapshot.names == ["my-state"]
+    one.files.write("state", "second")
+    copies = [service.create(name) for name in (snapshot.snapshot_id, "my-state")]
+    assert [copy.commands.run("cat state; echo $KEPT").stdout for copy in copies] == ["firstenv\n"] * 2
+    assert one.files.read("state") == "second"
+    listed = e2b.Sandbox.list_snapshots(sandbox_id=one.sandbox_id, **service.options).next_items()
+    assert [found.snapshot_id for found in listed] == [snapshot.snapshot_id]
+    assert e2b.Sandbox.delete_snapshot(snapshot.snapshot_id, **service.options) is True
+    assert e2b.Sandbox.delete_snapshot(snapshot.snapshot_id, **service.options) is False
+    assert copies[0].files.read("state") == "first"
+    with pytest.raises(e2b.SandboxException, match="template 'my-state' is not known"):
+        service.create("my-state")
+    for copy in (one, *copies):
+        copy.kill()
+
+
+def test_what_would_keep_memory_is_refused_in_words(service):
+    one = service.create()
+    with pytest.raises(e2b.SandboxException, match="mode='filesystem'"):
+        one.create_snapshot()
+    with pytest.raises(e2b.SandboxException, match="mode='filesystem'"):
+        one.fork(count=2)
+    handle = one.commands.run("sleep 100", background=True)
+    with pytest.raises(e2b.SandboxException, match="409"):
+        one.create_snapshot(mode="filesystem")
+    handle.kill()
+    one.kill()
+
+
+def test_a_pause_that_keeps_files_alone_ends_programs_and_goes_on_with_the_files(service):
+    one = service.create(metadata={"kept": "yes"})
+    one.files.write("state", "kept")
+    one.commands.run("sleep 1000", background=True)
+    assert one.pause(mode="filesystem") is True
+    assert one.get_info().state.value == "paused"
+    one.connect(timeout=60)
+    assert one.files.read("state") == "kept"
+    assert one.commands.list() == []
+    assert one.get_info().metadata == {"kept": "yes"}
+    assert one.pause(mode="filesystem") is True
+    assert one.kill() is True
+
+
 # -- files ------------------------------------------------------------------------------------------------------------
 
 
@@ -473,6 +557,35 @@ def test_a_full_sandbox_says_so(service):
         one.files.write("big", b"x" * 4_000_000)
     assert one.commands.run("echo alive").stdout == "alive\n"
     one.kill()
+
+
+def test_a_watcher_tells_what_happens_below_a_directory(sandbox):
+    sandbox.files.make_dir("watched/deep")
+    flat = sandbox.files.watch_dir("watched")
+    deep = sandbox.files.watch_dir("watched", recursive=True)
+    sandbox.commands.run(
+        "cd watched; echo x > deep/f; mkdir new; echo y > new/g; mv new moved; chmod 700 deep; rm -r moved"
+    )
+    seen: dict[str, list[tuple[str, str]]] = {"flat": [], "deep": []}
+
+    def done() -> bool:
+        for name, watcher in (("flat", flat), ("deep", deep)):
+            seen[name] += [(event.type.value, event.name) for event in watcher.get_new_events()]
+        return all(("remove", "moved") in events for events in seen.values())
+
+    until(done)
+    assert [one for one in seen["flat"] if "/" in one[1]] == []
+    for expected in [("create", "new"), ("rename", "new"), ("create", "moved"), ("chmod", "deep")]:
+        assert expected in seen["flat"]
+    assert ("create", "deep/f") in seen["deep"]
+    assert ("write", "deep/f") in seen["deep"]
+    flat.stop()
+    deep.stop()
+    with pytest.raises(e2b.FileNotFoundException):
+        sandbox.files.watch_dir("not-here")
+    assert not [
+        program for program in sandbox.commands.run("ps -ef || true").stdout.splitlines() if "inotify" in program
+    ]
 
 
 def test_a_signed_link_opens_one_file_until_it_expires(service, sandbox):

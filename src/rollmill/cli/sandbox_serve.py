@@ -14,6 +14,7 @@ from rollmill.cli.output import json_option, show
 from rollmill.errors import ConfigError, SandboxDead
 from rollmill.sandboxes.backends.namespaces import NamespaceProvider, NamespaceSettings
 from rollmill.sandboxes.disk_records import DiskRecords, default_directory, is_alive
+from rollmill.sandboxes.images import ImageStoreSettings
 from rollmill.sandboxes.isolation import parse_level
 
 _DIRECTORY = click.option(
@@ -61,6 +62,7 @@ _DIRECTORY = click.option(
 @click.option(
     "--minimum-isolation", default="hardened", show_default=True, help="Refuse to run with less than this level."
 )
+@click.option("--store", type=click.Path(path_type=Path), default=None, help="Where images are kept: see `prepare`.")
 @_DIRECTORY
 @json_option
 def serve_command(
@@ -71,6 +73,7 @@ def serve_command(
     max_timeout_s: float,
     domain: str | None,
     minimum_isolation: str,
+    store: Path | None,
     directory: Path | None,
     as_json: bool,
 ) -> None:
@@ -87,7 +90,11 @@ def serve_command(
         max_timeout_s=max_timeout_s,
         default_timeout_s=min(300.0, max_timeout_s),
     )
-    backend = NamespaceSettings(directory=directory, minimum_isolation=parse_level(minimum_isolation))
+    backend = NamespaceSettings(
+        directory=directory,
+        minimum_isolation=parse_level(minimum_isolation),
+        images=ImageStoreSettings(directory=store),
+    )
     templates = load_templates(templates_path)
 
     def announce(url: str) -> None:

@@ -18,10 +18,10 @@ import secrets
 from collections import deque
 from collections.abc import AsyncIterator, Coroutine, Mapping
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 from rollmill.clock import Clock, SystemClock
-from rollmill.errors import CreateUnknown, DeadlineExceeded, RollmillError, SandboxDead, SandboxRetryable
+from rollmill.errors import CreateUnknown, DeadlineExceeded, ImageError, RollmillError, SandboxDead, SandboxRetryable
 from rollmill.sandboxes.protocol import Provider, Sandbox
 from rollmill.sandboxes.records import DeathReason, Lease, Record, SandboxSpec, SnapshotRef, Usage
 from rollmill.sandboxes.service.accounts import Accounts
@@ -33,6 +33,7 @@ from rollmill.sandboxes.service.shelf import Kept, Shelf
 from rollmill.sandboxes.service.templates import Template
 from rollmill.sandboxes.service.watching import Watcher
 
+T = TypeVar("T")
 _log = logging.getLogger(__name__)
 _SAMPLES = 120
 _RECONCILE_S = 30.0
@@ -275,14 +276,14 @@ class Node:
                 word="idempotency_request_mismatch",
             )
         if known is None or (known[1].done() and not _lives(known[1])):
-            known = order, asyncio.ensure_future(self._create(order))
+            known = order, looked_at(asyncio.ensure_future(self._create(order)))
             self._by_key[order.key] = known
         return await asyncio.shield(known[1])
 
     async def _create(self, order: Order) -> Served:
         self._check(order)
         kept = self.shelf.find(order.template)
-        template = self.templates.get(order.template, Template())
+        template = self.templates.get(order.template) or Template(image=order.template)
         spec = template.spec(wall_s=self.settings.max_lifetime_s) if kept is None else kept.ref.spec
         envs = template.envs if kept is None else kept.envs
         sandbox_id = f"sbx{secrets.token_hex(9)}"
@@ -300,9 +301,9 @@ class Node:
         return served
 
     def _check(self, order: Order) -> None:
-        if order.template not in self.templates and self.shelf.find(order.template) is None:
-            known = ", ".join(sorted(self.templates))
-            raise HttpProblem(404, f"template {order.template!r} is not known here; there are: {known}")
+        named = order.template in self.templates or self.shelf.find(order.template) is not None
+        if not named and not (self.settings.image_names and order.template):
+            raise self._unknown(order.template)
         able = self._can_pause if order.plan.keep_memory else self._can_keep_files
         if order.plan.pause and not able:
             what = "with its memory" if order.plan.keep_memory else "as files"
@@ -315,6 +316,10 @@ class Node:
                 f"{alive} sandboxes are here and {self.settings.max_sandboxes} may be (max_sandboxes); end some first",
                 after_s=_RETRY_S,
             )
+
+    def _unknown(self, template: str, why: str = "") -> HttpProblem:
+        known = ", ".join(sorted(self.templates))
+        return HttpProblem(404, f"template {template!r} is not known here; there are: {known}{why}")
 
     def check_timeout(self, timeout_s: float) -> None:
         """Refuse a timeout that is too long.
@@ -335,6 +340,10 @@ class Node:
             if files is not None:
                 return await self._provider.restore(files, id=backend_id, labels=labels, lease=lease)
             return await self._provider.create(served.spec, id=backend_id, labels=labels, lease=lease)
+        except ImageError as error:
+            if served.order.template in self.templates or files is not None:
+                raise
+            raise self._unknown(served.order.template, f". As the name of an image: {error}") from error
         except SandboxDead as error:  # before it answered once
             raise SandboxRetryable(f"the sandbox ended while it started: {error}", after_s=_RETRY_S) from error
         except CreateUnknown as error:
@@ -515,6 +524,12 @@ class Node:
             pct = 100 * (usage.cpu_s - last.usage.cpu_s) / (now_s - last.wall_s)
         served.samples.append(Sample(wall_s=now_s, usage=usage, cpu_pct=max(0.0, pct)))
         return tuple(served.samples)
+
+
+def looked_at(task: asyncio.Task[T]) -> asyncio.Task[T]:
+    """Return a task whose error is not reported as nobody's when its caller has left."""
+    task.add_done_callback(lambda one: one.cancelled() or one.exception())
+    return task
 
 
 def _lives(task: asyncio.Task[Served]) -> bool:

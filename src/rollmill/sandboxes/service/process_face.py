@@ -17,7 +17,7 @@ from rollmill.sandboxes.service.accounts import Account, absolute
 from rollmill.sandboxes.service.connect import Codec, Envelopes, RpcProblem, codec_of, end_of_stream, envelope
 from rollmill.sandboxes.service.exchange import Call, caller_of, pieces_of, streaming, unary, with_keepalive
 from rollmill.sandboxes.service.inside import Inside
-from rollmill.sandboxes.service.node import Node
+from rollmill.sandboxes.service.node import Node, looked_at
 from rollmill.sandboxes.service.problems import rpc_answer, rpc_problem_of
 from rollmill.sandboxes.service.programs import Asked, Hearer, Program
 from rollmill.sandboxes.service.wire import (
@@ -81,7 +81,7 @@ class ProcessFace:
         closes = size is None and message.stdin is False
         starting = asyncio.ensure_future(self._started(call, asked, account=account, size=size, closes_stdin=closes))
         # Whoever leaves now leaves a program that runs, and that the list shows.
-        program, hearer = await asyncio.shield(starting)
+        program, hearer = await asyncio.shield(looked_at(starting))
         async with contextlib.aclosing(self._heard(call, program, hearer, deadline_s=deadline_s)) as replies:
             async for reply in replies:
                 yield reply

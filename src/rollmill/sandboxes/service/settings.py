@@ -24,6 +24,8 @@ class ServiceSettings(Record, frozen=True, kw_only=True):
         transition_s: longest that one pause, resume or kill may take.
         default_user: of commands and files whose caller names none; empty: `user` where the backend has users, else
             `root`.
+        image_names: a template that the settings file does not name is taken for the name of an image that the backend
+            knows, with the limits of an unnamed template; else it is refused.
         max_body_bytes: of calls of the control API.
         max_message_bytes: of one message to a program or about files.
         max_upload_bytes: of one upload as a form, which is held in memory until it is whole. Files that are sent as
@@ -45,6 +47,7 @@ class ServiceSettings(Record, frozen=True, kw_only=True):
     grace_s: float = 30.0
     transition_s: float = 60.0
     default_user: str = ""
+    image_names: bool = True
     max_body_bytes: int = _MIB
     max_message_bytes: int = 16 * _MIB
     max_upload_bytes: int = 64 * _MIB
@@ -58,7 +61,7 @@ class ServiceSettings(Record, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         for name in self.__struct_fields__:
             value = getattr(self, name)
-            if not isinstance(value, str) and not 0 < value < math.inf:
+            if not isinstance(value, (str, bool)) and not 0 < value < math.inf:
                 raise ConfigError(f"{name} of the sandbox service is {value}; it must be above 0 and finite")
         if self.default_timeout_s > self.max_timeout_s:
             raise ConfigError(
