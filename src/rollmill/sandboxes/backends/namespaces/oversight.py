@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 
 from rollmill.errors import RollmillError, SandboxUnsupported
+from rollmill.sandboxes.backends.namespaces.counters import Counters
 from rollmill.sandboxes.backends.namespaces.provider import NamespaceProvider
 from rollmill.sandboxes.backends.namespaces.sandbox import NamespaceSandbox
 from rollmill.sandboxes.disk_records import ProcessMark
@@ -82,6 +83,7 @@ class NamespaceOverseen:
         self._provider = provider
         self._stuck: dict[str, threading.Thread] = {}
         self._last: dict[str, _Seen] = {}
+        self._counters: dict[str, Counters] = {}
         self._late: tuple[str, ...] = ()
 
     async def survey(self, *, limit_s: float) -> Survey:
@@ -95,7 +97,7 @@ class NamespaceOverseen:
         overdue = set(self._late)
         free = [one for one in known if one.sandbox_id not in self._stuck]
         free.sort(key=lambda one: one.sandbox_id not in overdue)
-        look = _Look(free, last=self._last, clock=loop.time)
+        look = _Look(free, last=self._last, counters=self._counters, clock=loop.time)
         thread = _start(look.run, loop, look.done)
         try:
             await asyncio.wait_for(look.done.wait(), limit_s)
@@ -109,6 +111,8 @@ class NamespaceOverseen:
                 counts = {"disk_bytes": files.disk_bytes, "inodes": files.inodes}
                 found[sandbox_id] = _with_files(found[sandbox_id], **counts)
         self._last = {one: look.seen[one] for one in found if one in look.seen}
+        alive = {one.sandbox_id for one in known}
+        self._counters = {one: counters for one, counters in list(look.counters.items()) if one in alive}
         seen = found.keys() | look.gone
         self._late = tuple(one.sandbox_id for one in known if one.sandbox_id not in seen)
         return Survey(found=found, late=self._late)
@@ -225,8 +229,16 @@ async def _beside(work: Callable[[], T]) -> T:
 class _Look:
     """One look at many sandboxes, in a thread."""
 
-    def __init__(self, targets: list[_Target], *, last: Mapping[str, _Seen], clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        targets: list[_Target],
+        *,
+        last: Mapping[str, _Seen],
+        counters: Mapping[str, Counters],
+        clock: Callable[[], float],
+    ) -> None:
         self._targets = targets
+        self.counters = dict(counters)
         self._last = last
         self._clock = clock
         self.done = asyncio.Event()
@@ -259,9 +271,11 @@ class _Look:
         return True
 
     def _look_at(self, target: _Target) -> None:
-        cpu_path = _cpu_path(target.groups)
-        cpu = processes.read_bytes(cpu_path) if cpu_path else b""  # before the rest: what runs meanwhile is seen next
-        counts = _group_counts(target.groups)
+        counters = self.counters.get(target.sandbox_id) or Counters.of(target.groups)
+        self.counters[target.sandbox_id] = counters
+        # Before the rest: what runs meanwhile is seen next.
+        cpu = processes.read_bytes(counters.cpu_path) if counters.cpu_path else b""
+        counts: dict[str, Any] = dict(counters.read())
         if not {"pids", "cpu_s", "memory_bytes"} <= counts.keys():
             counts = {**self._tree_counts(target), **counts}
         files = _file_counts(target.first.pid)
@@ -274,7 +288,7 @@ class _Look:
         if files is None:
             self.unseen.append(target.sandbox_id)
         else:
-            self.seen[target.sandbox_id] = _Seen(cpu_path, cpu, watched)
+            self.seen[target.sandbox_id] = _Seen(counters.cpu_path, cpu, watched)
 
     def _tree_counts(self, target: _Target) -> dict[str, Any]:
         if self._children is None:
@@ -289,15 +303,6 @@ class _Look:
         }
 
 
-def _cpu_path(groups: Groups) -> str:
-    """Return the file that counts processor time, empty if no group does."""
-    for version, directory in groups.directories:
-        path = f"{directory}/{'cpuacct.usage' if version == 1 else 'cpu.stat'}"
-        if os.path.exists(path):
-            return path
-    return ""
-
-
 def _memory_of(rows: list[ProcessRow], *, cap_bytes: int) -> int:
     """Return the memory of processes: an upper bound that costs little, and the truth where that passes the cap."""
     bound = sum(max(0, row.resident_bytes - processes.shared_bytes(row.pid)) for row in rows)
@@ -305,38 +310,6 @@ def _memory_of(rows: list[ProcessRow], *, cap_bytes: int) -> int:
         return bound
     exact = [processes.proportional_bytes(row.pid) for row in rows]
     return sum(one for one in exact if one is not None)
-
-
-def _group_counts(groups: Groups) -> dict[str, Any]:
-    """Return what the groups count, under the names of `Sample`."""
-    found: dict[str, Any] = {}
-    usage = groups.usage()
-    for name in ("memory_bytes", "oom_kills"):
-        if name in usage:
-            found[name] = usage[name]
-    if "pids" in usage:
-        found["pids"] = max(0, usage["pids"] - 1)  # its agent is one
-    if "cpu_us" in usage:
-        found["cpu_s"] = usage["cpu_us"] / 1e6
-    for _, directory in groups.directories:
-        if (refused := _field(f"{directory}/pids.events", b"max")) is not None:
-            found["refused_forks"] = refused
-        if (stalled_us := _stall_us(f"{directory}/memory.pressure")) is not None:
-            found["memory_stall_s"] = stalled_us / 1e6
-    return found
-
-
-def _field(path: str, name: bytes) -> int | None:
-    words = processes.read_bytes(path).split()
-    return next((int(value) for key, value in zip(words[::2], words[1::2], strict=False) if key == name), None)
-
-
-def _stall_us(path: str) -> int | None:
-    """Return the microseconds in which all of a group waited, of a file in the form of /proc/pressure."""
-    for line in processes.read_bytes(path).splitlines():
-        if line.startswith(b"full "):
-            return int(line.rpartition(b"total=")[2])
-    return None
 
 
 def _file_counts(first_process: int) -> dict[str, int] | None:
