@@ -13,6 +13,7 @@ from fake_daytona import FakeDaytona
 from fake_docker import FakeDocker
 from fake_e2b import TOKEN as E2B_TOKEN
 from fake_e2b import FakeE2B
+from fake_modal import FakeModal
 from fake_prime import TOKEN as PRIME_TOKEN
 from fake_prime import FakePrime
 from fake_swerex import FakeSweRex
@@ -22,6 +23,7 @@ from rollmill.sandboxes.backends.docker import DockerProvider, DockerSettings
 from rollmill.sandboxes.backends.e2b import E2BProvider, E2BSettings
 from rollmill.sandboxes.backends.hosted import HostedProvider
 from rollmill.sandboxes.backends.http import Secret
+from rollmill.sandboxes.backends.modal import ModalProvider, ModalSettings
 from rollmill.sandboxes.backends.prime import PrimeProvider, PrimeSettings
 from rollmill.sandboxes.backends.swerex import SweRexProvider, SweRexSettings
 from sandbox_builders import RealRig
@@ -62,6 +64,11 @@ async def open_daytona(engine: Provider, directory: Path, **settings: Any) -> Op
     return DaytonaProvider(DaytonaSettings(api_url=f"{fake.server.url}/api", token=token, **settings)), fake
 
 
+async def open_modal(engine: Provider, directory: Path, **settings: Any) -> Opened:
+    fake = FakeModal(engine)
+    return ModalProvider(ModalSettings(**settings), fake), fake
+
+
 async def open_prime(engine: Provider, directory: Path, **settings: Any) -> Opened:
     fake = FakePrime(engine)
     await fake.server.start()
@@ -73,6 +80,7 @@ OPENERS: dict[str, Callable[..., Awaitable[Opened]]] = {
     "docker": open_docker,
     "docker_read_only": open_docker_read_only,
     "e2b": open_e2b,
+    "modal": open_modal,
     "prime": open_prime,
     "swerex": open_swerex,
 }
@@ -82,6 +90,7 @@ LEVELS = {
     "docker": _CAPPED,
     "docker_read_only": _CAPPED,
     "e2b": frozenset({"virtual_machine"}),
+    "modal": frozenset({"own_kernel"}),
     "prime": frozenset({"virtual_machine"}),
     "swerex": frozenset({"hardened"}),
 }
@@ -104,6 +113,11 @@ class AdapterRig:
                 return await body(self.provider)
 
         return self._runner.run(bounded())
+
+    def another(self) -> HostedProvider[Any]:
+        """Another provider of the same vendor, as another process would have it."""
+        with_sdk = (self.fake,) if self.name == "modal" else ()
+        return type(self.provider)(self.provider._settings, *with_sdk)  # pyright: ignore[reportCallIssue]
 
     def close(self) -> None:
         self._runner.run(self._close())

@@ -40,7 +40,7 @@ def test_another_provider_finds_a_sandbox_by_its_id_and_uses_it(rig):
         if not (await provider.capabilities()).labels:
             pytest.skip("nothing is written on these sandboxes")
         sandbox = await start(provider, id=new_id())
-        other = type(provider)(provider._settings)
+        other = rig.another()
         try:
             attached = await other.attach(sandbox.id)
             assert attached is not sandbox

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Mapping
 
 import msgspec
@@ -32,7 +33,7 @@ class Stamp(Record, frozen=True, kw_only=True):
         lease: as it was at the creation.
         limits: of its spec.
         digest: of its spec.
-        ends_wall_s: when its wall limit is over.
+        ends_wall_s: when its wall limit is over, infinite if the marks do not say.
     """
 
     sandbox_id: str
@@ -89,7 +90,7 @@ def decode(marks: Mapping[str, str]) -> Stamp | None:
             policy_version=int(record.get("policy", 0)),
         )
         limits = msgspec.convert(record.get("limits", {}), Limits)
-        ends = float(record.get("ends", 0.0))
+        ends = float(record.get("ends", math.inf))
     except (ValueError, TypeError, AttributeError, ConfigError, msgspec.ValidationError):
         return None
     labels = {name: value for name, value in marks.items() if not name.startswith(PREFIX)}

@@ -276,7 +276,7 @@ class HostedProvider(Generic[D]):
 
     async def _adopt(self, found: Found, stamp: marks.Stamp) -> HostedSandbox:
         spec = SandboxSpec(limits=stamp.limits)
-        left_s = stamp.ends_wall_s - time.time()
+        left_s = min(stamp.ends_wall_s - time.time(), stamp.limits.wall_s)
         sandbox = self._admit(
             found, id=stamp.sandbox_id, spec=spec, labels=stamp.labels, lease=stamp.lease, wall_left_s=left_s
         )
@@ -327,7 +327,7 @@ class HostedProvider(Generic[D]):
 
     def _status_of(self, found: Found, stamp: marks.Stamp) -> SandboxStatus:
         protections = self.driver.protections or frozenset()
-        left_s = stamp.ends_wall_s - time.time()
+        left_s = min(stamp.ends_wall_s - time.time(), stamp.limits.wall_s)
         return SandboxStatus(
             sandbox_id=stamp.sandbox_id,
             state=found.state,

@@ -1,0 +1,5 @@
+"""Modal."""
+
+from rollmill.sandboxes.backends.modal.driver import ModalProvider, ModalSettings
+
+__all__ = ["ModalProvider", "ModalSettings"]
