@@ -111,10 +111,12 @@ class SandboxPool:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Close."""
+        cancelled = isinstance(error, asyncio.CancelledError)
         try:
             await self.close()
         finally:
-            await self._group.__aexit__(kind, error, trace)
+            # The group would wrap the body's own error; of a cancellation it must know whether it was its own.
+            await self._group.__aexit__(*((kind, error, trace) if cancelled else (None, None, None)))
 
     def _outfit(self, *, pooling: bool) -> None:
         settings = self._settings

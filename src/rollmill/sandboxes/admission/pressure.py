@@ -44,8 +44,8 @@ def judge(sample: PressureSample, *, settings: PressureSettings) -> PressureVerd
     """Return what a sample allows: the smallest of all factors.
 
     Example:
-        >>> judge(PressureSample(cpu_some=0.775, memory_some=0.0), settings=PressureSettings())
-        PressureVerdict(factor=0.5, stop=False, cause='cpu_some is 0.775, starts slow down from 0.6 to 0.95')
+        >>> judge(PressureSample(cpu_some=0.95, memory_free=0.05), settings=PressureSettings())
+        PressureVerdict(factor=0.0, stop=True, cause='memory_free is 0.05, starts stop at 0.06')
     """
     worst, verdict = 1.0, CALM
     for name in (*_STOPPING, *_SLOWING):

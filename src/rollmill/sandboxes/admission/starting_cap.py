@@ -2,7 +2,8 @@
 
 A start takes longer the more start beside it, while the rate stays the same from about as many as there are processors.
 So the cap grows by one for each cap's worth of starts that were crowded and not slow, and shrinks where starts became
-slow, failed, or found no room. What began before a cut says nothing about the cap after it.
+slow, failed, or found no room. What began before a cut says nothing about the cap after it. Slow is measured against a
+template's best, which is given up at the lowest cap only, where it is not our own starts that slow each other.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Hashable
 _SLOW_CUT = 0.75
 _FAILED_CUT = 0.5
 _WEIGHT = 0.3
-_DRIFT = 0.02
+_DRIFT = 0.05
 _LEAST_SAMPLES = 4
 _REMEMBERED_TEMPLATES = 1000
 
@@ -28,14 +29,14 @@ class _Times:
         self.mean_s = 0.0
         self.best_s = 0.0
 
-    def add(self, seconds: float) -> None:
+    def add(self, seconds: float, *, at_floor: bool) -> None:
         self.mean_s = seconds if self.count == 0 else self.mean_s + _WEIGHT * (seconds - self.mean_s)
         self.count += 1
         if self.count < _LEAST_SAMPLES:
             return
         if self.best_s == 0.0 or self.mean_s < self.best_s:
             self.best_s = self.mean_s
-        else:  # a machine, or an image, that became slower for good is the new normal in the end
+        elif at_floor:  # a machine, or an image, that became slower for good is the new normal in the end
             self.best_s += _DRIFT * (self.mean_s - self.best_s)
 
 
@@ -90,7 +91,7 @@ class StartingCap:
         self._times.move_to_end(template)
         while len(self._times) > _REMEMBERED_TEMPLATES:
             self._times.popitem(last=False)
-        times.add(took_s)
+        times.add(took_s, at_floor=self.value <= self._minimum)
         if times.count >= _LEAST_SAMPLES and times.mean_s > self._slow_factor * times.best_s:
             times.count = 0
             self._cut(_SLOW_CUT, now_s=now_s)
