@@ -71,6 +71,10 @@ class SnapshotBook:
         found = [self._layers[one] for one in chain]
         return sum(one.disk_bytes for one in found), sum(one.inodes for one in found)
 
+    def is_whole(self, chain: Iterable[str]) -> bool:
+        """Return whether none of these was lost."""
+        return all(one in self._layers for one in chain)
+
     def layer(self, layer_id: str) -> Layer:
         """Return a layer that is held."""
         return self._layers[layer_id]
@@ -144,15 +148,17 @@ class SnapshotBook:
         self._kept.pop(snapshot_id, None)
         return self._release("snapshot", snapshot_id)
 
-    def lose_memory(self) -> tuple[str, ...]:
-        """What was in memory is gone; return the ids of the snapshots that are lost with it."""
+    def lose_memory(self) -> tuple[Layer, ...]:
+        """What was in memory is gone, and the snapshots with it; return the layers on the disk that go too.
+
+        A sandbox that lives keeps what is below it, and with that its chain.
+        """
         gone = {one.layer_id for one in self._layers.values() if not one.on_disk}
-        lost = tuple(one for one, kept in self._kept.items() if gone & set(kept.chain))
-        for one in lost:
-            self.delete(one)
-        self._chains = {holder: chain for holder, chain in self._chains.items() if not gone & set(chain)}
+        for one in [one for one, kept in self._kept.items() if gone & set(kept.chain)]:
+            del self._kept[one]
+            del self._chains["snapshot", one]
         self._layers = {one: layer for one, layer in self._layers.items() if one not in gone}
-        return lost
+        return self._sweep()
 
     def _release(self, kind: str, name: str) -> tuple[Layer, ...]:
         if self._chains.pop((kind, name), None) is None:

@@ -93,6 +93,11 @@ class SnapshotCalls:
         check_id(id)
         await sandbox.awake()
         self._snapshots.book.check_new(id)
+        if not self._snapshots.book.is_whole(sandbox.chain):
+            raise SandboxError(
+                f"the layers below sandbox {sandbox.id} were lost with the process that kept them, so that no snapshot "
+                "of it would be whole. It lives on: read what is needed out of it."
+            )
         if id in self._taking:
             raise SandboxIdInUse(f"a snapshot {id!r} is being taken; an id names one snapshot, so choose another")
         sandbox.begin_snapshot()

@@ -184,7 +184,7 @@ class Snapshots:
 
     def lose(self) -> None:
         """What was in memory is gone, and nobody answers any more."""
-        self.book.lose_memory()
+        self.drop(self.book.lose_memory())
         self._late.clear()
         for future in self._waiting.values():
             if not future.done():
