@@ -22,6 +22,7 @@ from rollmill.sandboxes.images import (
     StoredImage,
     prepare_image,
 )
+from rollmill.sandboxes.images.build import build_image
 from rollmill.sandboxes.images.settings import FORMS
 
 _GIB = 1024**3
@@ -54,7 +55,7 @@ def prepare_command(image: str, store: Path | None, as_json: bool, **options: An
     """Make IMAGE ready for sandboxes, ahead of their start.
 
     IMAGE is a directory, an OCI layout (directory or archive), an archive of `docker save` or of a root file system,
-    debian:SUITE, or the name of an image that is in the store already.
+    debian:SUITE, a recipe (NAME.toml), or the name of an image that is in the store already.
     """
     settings = ImageStoreSettings(directory=store, form=options["form"])
     opened = ImageStore(settings)
@@ -70,10 +71,13 @@ def prepare_command(image: str, store: Path | None, as_json: bool, **options: An
 async def _prepare(
     store: ImageStore, image: str, *, options: dict[str, Any], report: Callable[[ImageProgress], None] | None
 ) -> StoredImage:
+    name = options["name"] or _name_of(image)
+    if image.endswith(".toml") and options["kind"] == SourceKind.AUTO.value:
+        return await build_image(store, Path(image), name=name, deadline_s=options["deadline_s"], report=report)
     return await prepare_image(
         store,
         image,
-        name=options["name"] or _name_of(image),
+        name=name,
         kind=SourceKind(options["kind"]),
         ref=options["ref"],
         deadline_s=options["deadline_s"],

@@ -4,6 +4,7 @@
     layers/HEX/     one unpacked layer: layer.json, and root/ or layer.erofs; appears and goes by one rename
     images/HEX.json manifests, named by their digest; the time of change is that of the last use
     names/          names of images
+    steps/HEX       the layer that a step of a recipe made
     objects/        files that layers share
     holds/          claims: what must not go
     mounts/         mounted layers
@@ -28,7 +29,7 @@ from rollmill.sandboxes.images.records import FORMAT, Layer, Manifest, NameRecor
 from rollmill.sandboxes.images.refusals import Refusal, refused
 from rollmill.sandboxes.images.tree_files import remove_tree, write_whole
 
-_PARTS = ("layers", "images", "names", "objects", "holds", "locks", "mounts", "tmp", "trash")
+_PARTS = ("layers", "images", "names", "steps", "objects", "holds", "locks", "mounts", "tmp", "trash")
 _STRIPES = 64
 
 
@@ -92,6 +93,10 @@ class Layout:
     def name(self, name: str) -> Path:
         """Return where a name is."""
         return self.directory / "names" / file_name(name)
+
+    def step(self, key: str) -> Path:
+        """Return where the layer of a recipe's step is told."""
+        return self.directory / "steps" / key.removeprefix("sha256:")
 
     def mount(self, layer_id: str) -> Path:
         """Return where a layer is mounted."""
@@ -193,7 +198,7 @@ class Layout:
                 self.discard(Path(entry.path))
                 found += 1
         self.empty_trash()
-        for part in ("images", "names", "holds"):
+        for part in ("images", "names", "steps", "holds"):
             for path in self.part(part).glob(".*"):
                 if _left_alone(path):
                     path.unlink(missing_ok=True)

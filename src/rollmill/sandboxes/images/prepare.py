@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from typing import TypeVar
 
 from rollmill.clock import SystemClock
 from rollmill.sandboxes.images.records import StoredImage
@@ -12,6 +13,7 @@ from rollmill.sandboxes.images.store import ImageStore
 from rollmill.sandboxes.images.work import ImageProgress, Work
 
 DEFAULT_DEADLINE_S = 3600.0
+T = TypeVar("T")
 
 
 async def prepare_image(
@@ -46,8 +48,8 @@ async def prepare_image(
     return await in_thread(lambda: add_source(store, source, name=name, work=work, kind=kind, ref=ref), work)
 
 
-async def in_thread(call: Callable[[], StoredImage], work: Work) -> StoredImage:
-    """Run a preparation in a thread, and wait for its end even when cancelled: it holds locks."""
+async def in_thread(call: Callable[[], T], work: Work) -> T:
+    """Run a part of a preparation in a thread, and wait for its end even when cancelled: it holds locks."""
     running = asyncio.get_running_loop().run_in_executor(None, call)
     try:
         return await asyncio.shield(running)

@@ -31,6 +31,7 @@ from rollmill.sandboxes.images.holds import Hold, Holds
 from rollmill.sandboxes.images.layers import BOOKS_S, LayerSource, LayerStore
 from rollmill.sandboxes.images.layout import Layout
 from rollmill.sandboxes.images.locks import locked
+from rollmill.sandboxes.images.preparation import Preparation
 from rollmill.sandboxes.images.records import (
     HoldRecord,
     ImageConfig,
@@ -252,30 +253,32 @@ class ImageStore:
             DeadlineExceeded: if it took too long; finished layers stay.
             SandboxError: if the disk is full, or the work was cancelled.
         """
+        with self.preparing(name, source=source, work=work, base=base) as preparation:
+            for one in layers:
+                preparation.add(one)
+            return preparation.finish(config)
+
+    @contextmanager
+    def preparing(self, name: str, *, source: str, work: Work, base: str | None = None) -> Iterator[Preparation]:
+        """Make an image step by step; see `add_image` for what it takes and raises."""
         check_name(name)
         with self.explained(f"prepare {name!r}"):
-            hold = self._hold_for_work(f"preparation of {name}")
+            with self._adding():
+                hold = self._holds.take(f"preparation of {name}", owner=self._owner)
             try:
-                below, told = self._base(base, hold)
-                self._check_count(len(below) + len(layers), work, name)
-                done = list(below)
-                for source_of_layer in layers:
-                    done.append(self._layers.add(source_of_layer, below=done[::-1], work=work, hold=hold))
-                manifest = Manifest(layers=tuple(one.id for one in done), config=config or told)
-                work.enter("write the manifest")
-                self._name(name, manifest, source=source)
-                work.enter("done")
-                shown = self.show(name)
+                below, config = self._base(base, hold)
+                yield Preparation(
+                    name,
+                    hold=hold,
+                    layers=below,
+                    config=config,
+                    work=work,
+                    layout=self.layout,
+                    makers=self._layers,
+                    finish=lambda manifest: self._finish(name, manifest, source=source, work=work),
+                )
             finally:
                 hold.release()
-        if self.settings.budget_bytes is not None:
-            with self.hold(shown.digest, what=f"preparation of {name}"):
-                self.collect(budget_bytes=self.settings.budget_bytes)
-        return shown
-
-    def _hold_for_work(self, what: str) -> Hold:
-        with self._adding():
-            return self._holds.take(what, owner=self._owner)
 
     def _base(self, base: str | None, hold: Hold) -> tuple[tuple[Layer, ...], ImageConfig]:
         if base is None:
@@ -287,12 +290,14 @@ class ImageStore:
                 hold.add_layer(layer.id)
         return layers, manifest.config
 
-    def _check_count(self, count: int, work: Work, name: str) -> None:
-        if count == 0:
-            raise refused(Refusal.MALFORMED, f"the image {name!r} would have no layer at all")
-        if count > work.limits.layers:
-            what = f"the image {name!r} has {count} layers, most is {work.limits.layers} (limits.layers)"
-            raise refused(Refusal.TOO_MANY, f"{what}; flatten it, as by exporting a container of it")
+    def _finish(self, name: str, manifest: Manifest, *, source: str, work: Work) -> StoredImage:
+        self._name(name, manifest, source=source)
+        work.enter("done")
+        shown = self.show(name)
+        if self.settings.budget_bytes is not None:
+            with self.hold(shown.digest, what=f"preparation of {name}"):
+                self.collect(budget_bytes=self.settings.budget_bytes)
+        return shown
 
     def _name(self, name: str, manifest: Manifest, *, source: str) -> None:
         digest = manifest.digest()
@@ -305,6 +310,18 @@ class ImageStore:
                 write_whole(path, manifest.encoded(), durable=durable)
             record = NameRecord(name=name, digest=digest, source=source, prepared_wall_s=time.time())
             write_whole(self.layout.name(name), msgspec.json.encode(record), durable=durable)
+
+    def recall_step(self, key: str) -> str | None:
+        """Return the layer that a step of a recipe made, if it was built before; it may be gone by now."""
+        try:
+            layer_id = self.layout.step(key).read_text(encoding="ascii")
+        except (FileNotFoundError, UnicodeDecodeError):
+            return None
+        return layer_id if is_digest(layer_id) else None
+
+    def remember_step(self, key: str, layer_id: str) -> None:
+        """Keep which layer a step of a recipe made."""
+        write_whole(self.layout.step(key), layer_id.encode("ascii"), durable=self.settings.durable)
 
     # -- holding -----------------------------------------------------------------------------------------------------
 
@@ -416,6 +433,10 @@ class ImageStore:
             if self.layout.mount(layer_id).exists():
                 erofs.unmount(self.layout.mount(layer_id))
             self.layout.discard(self.layout.layer(layer_id))
+        for path in self.layout.part("steps").glob("[!.]*"):
+            layer_id = self.recall_step(path.name)
+            if layer_id is None or not self.layout.layer(layer_id).exists():
+                path.unlink(missing_ok=True)
 
     def _unmount_idle(self) -> None:
         """Unmount what nobody holds, also what killed processes left mounted."""
