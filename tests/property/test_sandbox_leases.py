@@ -20,7 +20,7 @@ from property.crash_world import scratch_folder
 from rollmill.clock import VirtualClock
 from rollmill.errors import SandboxDead, SandboxError, SandboxLeaseLost, SandboxRetryable
 from rollmill.sandboxes import SandboxSpec, SandboxState
-from rollmill.sandboxes.leases import Claim, Keeper, KeeperSettings, LeaseTable, Phase
+from rollmill.sandboxes.leases import Claim, Keeper, KeeperSettings, LeaseTable, Phase, SweepReport
 from rollmill.testing import FakeSandboxProvider, run_virtual
 from rollmill.testing.faults import FaultInjector, Raise
 
@@ -130,6 +130,10 @@ class World:
         if self.claims.get(rollout):
             await self.keeper.suspend(self.claims[rollout][-1])
 
+    async def suspend_as_files(self, rollout: str) -> None:
+        if self.claims.get(rollout):
+            await self.keeper.suspend(self.claims[rollout][-1], keep_memory=False)
+
     async def renew(self, rollout: str) -> None:
         if self.claims.get(rollout):
             await self.keeper.renew(self.claims[rollout][-1])
@@ -155,6 +159,8 @@ class World:
         rows = self.table.rows()
         # Whatever lives was written down before it was made.
         assert await self.alive() <= {row.sandbox_id for row in rows}
+        kept = {ref.snapshot_id for ref in await self.provider.snapshots()}
+        assert kept <= {name for row in rows for name in row.snapshots}
         current = self.table.current(rollout)
         for claim in self.claims.get(rollout, []):
             assert current is None or claim.generation <= current.generation
@@ -168,10 +174,23 @@ class World:
             await self.keeper.sweep()
         assert self.table.rows() == ()
         assert await self.alive() == set()
+        assert await self.provider.snapshots() == ()
 
 
 ACTIONS = st.sampled_from(
-    ["start", "start", "resume", "take_over", "suspend", "renew", "release", "sweep", "wait", "lose"]
+    [
+        "start",
+        "start",
+        "resume",
+        "take_over",
+        "suspend",
+        "suspend_as_files",
+        "renew",
+        "release",
+        "sweep",
+        "wait",
+        "lose",
+    ]
 )
 STEPS = st.lists(st.tuples(ACTIONS, st.sampled_from(["a", "b"]), st.sampled_from([-1, -1, 0, 1, 2, 3, 4, 5, 6, 8])))
 
@@ -213,6 +232,31 @@ def test_an_owner_that_died_after_its_creation_leaves_a_sandbox_that_is_adopted_
         held = await world.keeper.resume("a")
         assert (held.claim.generation, held.claim.owner) == (2, "owner-2")
         assert (await held.sandbox.exec(["echo", "hi"])).stdout == b"hi\n"
+        world.table.close()
+
+    run_virtual(whole(), clock=clock)
+
+
+def test_a_rollout_suspended_as_files_goes_on_with_them_in_another_sandbox(tmp_path):
+    clock = VirtualClock(start_s=1000.0)
+
+    async def whole() -> None:
+        world = World(tmp_path, clock, failing_kills=0)
+        first = await world.keeper.start("a", SandboxSpec(), policy_version=7)
+        await first.sandbox.write("/state", b"kept")
+        await world.keeper.suspend(first.claim, keep_memory=False)
+        assert await world.alive() == set()
+        (row,) = world.table.rows()
+        assert (row.phase, row.snapshots) == (Phase.SUSPENDED, (f"{first.claim.sandbox_id}-s",))
+        assert await world.keeper.sweep() == SweepReport()
+        second = await world.keeper.resume("a")
+        assert second.claim.sandbox_id != first.claim.sandbox_id
+        assert await second.sandbox.read("/state") == b"kept"
+        (row,) = world.table.rows()
+        assert (row.phase, row.snapshots, row.policy_version) == (Phase.RUNNING, (), 7)
+        assert await world.provider.snapshots() == ()
+        with pytest.raises(SandboxLeaseLost):
+            await world.keeper.use(first.claim)
         world.table.close()
 
     run_virtual(whole(), clock=clock)
@@ -278,7 +322,7 @@ def test_a_sandbox_that_no_row_speaks_of_is_killed_as_an_orphan_and_that_of_anot
         assert world.table.rows()  # the open file goes on; a new owner finds none
         table, keeper = world.new_owner()
         report = await keeper.sweep()
-        assert [step.do for step in report.killed] == ["kill_orphan"]
+        assert [step.act.value for step in report.killed] == ["kill_orphan"]
         assert await world.alive() == set()
         for one in (table, world.table, other.table):
             one.close()

@@ -26,18 +26,30 @@ def row(**changes: object) -> Row:
     return msgspec.structs.replace(ROW, **changes)
 
 
-def seen(*ids: str, state: SandboxState = SandboxState.READY) -> dict[str, SandboxStatus]:
+def seen(*ids: str, snapshots: tuple[str, ...] = ()) -> law.Seen:
+    return law.Seen(alive=frozenset(ids), snapshots=frozenset(snapshots))
+
+
+def done(*rows: Row, alive: law.Seen, now_s: float = 50.0, busy: frozenset[str] = frozenset()):
+    return [(step.act.value, step.sandbox_id) for step in law.sweep(rows, alive, now_s=now_s, busy=busy, grace_s=30.0)]
+
+
+NOTHING = seen()
+
+
+def test_only_what_lives_and_ones_own_snapshots_count_as_seen():
     lease = Lease(owner="me")
-    return {one: SandboxStatus(sandbox_id=one, state=state, labels={}, lease=lease, lease_left_s=1.0) for one in ids}
-
-
-def done(*rows: Row, alive: dict[str, SandboxStatus], now_s: float = 50.0, busy: frozenset[str] = frozenset()):
-    return [(step.do, step.sandbox_id) for step in law.sweep(rows, alive, now_s=now_s, busy=busy, grace_s=30.0)]
+    statuses = [
+        SandboxStatus(sandbox_id=state.value, state=state, labels={}, lease=lease, lease_left_s=1.0)
+        for state in (SandboxState.READY, SandboxState.PAUSED, SandboxState.DEAD, SandboxState.LOST)
+    ]
+    found = law.seen_of(statuses, ["r1-1-5eed-s", "r1-1-beef-s", "other"], salt="5eed")
+    assert (sorted(found.alive), sorted(found.snapshots)) == (["paused", "ready"], ["r1-1-5eed-s"])
 
 
 def test_a_row_whose_sandbox_lives_within_its_lease_is_left_alone():
     assert done(row(), alive=seen("s1")) == []
-    assert done(row(phase=Phase.SUSPENDED), alive=seen("s1", state=SandboxState.PAUSED)) == []
+    assert done(row(phase=Phase.SUSPENDED), alive=seen("s1")) == []
 
 
 def test_a_lease_ends_at_its_second_and_not_before():
@@ -46,18 +58,27 @@ def test_a_lease_ends_at_its_second_and_not_before():
 
 
 def test_what_the_provider_lost_is_dropped_unless_a_snapshot_holds_it():
-    assert done(row(), alive={}) == [("drop", "s1")]
-    assert done(row(), alive=seen("s1", state=SandboxState.DEAD)) == [("drop", "s1")]
-    assert done(row(phase=Phase.SUSPENDED, snapshots=("a",)), alive={}) == []
-    assert done(row(phase=Phase.SUSPENDED, snapshots=("a",)), alive={}, now_s=100.0) == [("end", "s1")]
+    assert done(row(), alive=NOTHING) == [("drop", "s1")]
+    assert done(row(snapshots=("a",)), alive=NOTHING) == [("drop", "s1")]
+    kept = seen(snapshots=("a",))
+    assert done(row(snapshots=("a",)), alive=kept) == [("suspend", "s1")]
+    assert done(row(phase=Phase.SUSPENDED, snapshots=("a",)), alive=kept) == []
+    assert done(row(phase=Phase.CREATING, snapshots=("a",)), alive=kept) == [("suspend", "s1")]
+    assert done(row(phase=Phase.SUSPENDED, snapshots=("a",)), alive=kept, now_s=100.0) == [("end", "s1")]
+    assert done(row(phase=Phase.ENDING, snapshots=("a",)), alive=kept) == [("kill", "s1")]
+
+
+def test_a_snapshot_that_no_row_names_is_an_orphan():
+    assert done(row(), alive=seen("s1", snapshots=("a",))) == [("delete_orphan", "a")]
+    assert done(row(snapshots=("a",)), alive=seen("s1", snapshots=("a",))) == []
 
 
 @pytest.mark.parametrize(
     ("now_s", "lives", "what"), [(39.9, True, []), (40.0, True, ["adopt"]), (40.0, False, ["drop"])]
 )
 def test_a_creation_is_given_up_only_after_its_grace(now_s, lives, what):
-    alive = seen("s1") if lives else {}
-    assert [do for do, _ in done(row(phase=Phase.CREATING), alive=alive, now_s=now_s)] == what
+    alive = seen("s1") if lives else NOTHING
+    assert [act for act, _ in done(row(phase=Phase.CREATING), alive=alive, now_s=now_s)] == what
 
 
 def test_an_adoption_past_its_lease_is_an_end():
@@ -68,7 +89,7 @@ def test_a_failed_kill_is_tried_when_it_is_due():
     ending = row(phase=Phase.ENDING, retry_s=60.0)
     assert done(ending, alive=seen("s1"), now_s=59.0) == []
     assert done(ending, alive=seen("s1"), now_s=60.0) == [("kill", "s1")]
-    assert done(ending, alive={}, now_s=0.0) == [("drop", "s1")]
+    assert done(ending, alive=NOTHING, now_s=0.0) == [("drop", "s1")]
 
 
 def test_what_has_no_row_is_an_orphan_and_what_a_call_works_on_is_nobodys_to_sweep():

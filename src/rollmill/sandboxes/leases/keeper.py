@@ -23,13 +23,15 @@ from rollmill.errors import (
     CreateUnknown,
     DeadlineExceeded,
     RollmillError,
+    SandboxDead,
     SandboxError,
+    SandboxLeaseLost,
 )
 from rollmill.sandboxes.leases import law
-from rollmill.sandboxes.leases.law import Claim, Phase, Row, Step
+from rollmill.sandboxes.leases.law import Act, Claim, Phase, Row, Step
 from rollmill.sandboxes.leases.table import LeaseTable
 from rollmill.sandboxes.protocol import Provider, Sandbox
-from rollmill.sandboxes.records import DeathReason, Lease, Record, SandboxSpec, SandboxStatus
+from rollmill.sandboxes.records import DeathReason, Lease, Record, SandboxSpec
 
 T = TypeVar("T")
 
@@ -78,16 +80,21 @@ class SweepReport(Record, frozen=True, kw_only=True):
     """What a sweep did, by id and with the reason.
 
     Attributes:
-        adopted: made for an owner that is gone; the rollout may be resumed.
+        adopted: of an owner that is gone; the rollout may be resumed.
         dropped: rows of which the provider has nothing.
-        killed: ended, orphans among them.
+        killed: ended, orphans and their snapshots among them.
         failed: would not end; tried again later.
+        renewed: were to end, and got more time in that moment.
     """
 
     adopted: tuple[Step, ...] = ()
     dropped: tuple[Step, ...] = ()
     killed: tuple[Step, ...] = ()
     failed: tuple[Step, ...] = ()
+    renewed: tuple[Step, ...] = ()
+
+
+_OUTCOMES = SweepReport.__struct_fields__
 
 
 class Keeper:
@@ -130,15 +137,10 @@ class Keeper:
         """
         row = await self._books(lambda: self._new_row(rollout_id, policy_version=policy_version))
         with self._at_work(row.sandbox_id):
-            labels = {
-                law.KEEPER_LABEL: self._settings.name,
-                law.ROLLOUT_LABEL: rollout_id,
-                law.GENERATION_LABEL: str(row.generation),
-            }
             try:
                 async with self._in_time("creation", row.sandbox_id):
                     sandbox = await self._provider.create(
-                        spec, id=row.sandbox_id, labels=labels, lease=self._lease(row)
+                        spec, id=row.sandbox_id, labels=self._labels(row), lease=self._lease(row)
                     )
             except (CreateUnknown, DeadlineExceeded) as error:
                 note = str(error)
@@ -204,22 +206,46 @@ class Keeper:
         async with self._in_time("renewal", row.sandbox_id):
             await (await self._provider.attach(row.sandbox_id)).renew(self._lease(row))
 
-    async def suspend(self, claim: Claim) -> None:
-        """Pause a rollout's sandbox; whoever resumes it gets the next generation.
+    async def suspend(self, claim: Claim, *, keep_memory: bool = True) -> None:
+        """Pause a rollout's sandbox, or keep its files alone; whoever resumes it gets the next generation.
+
+        Args:
+            claim: of its owner.
+            keep_memory: its programs are stopped and go on later; else they are ended, and it takes no memory for them.
 
         Raises:
             SandboxLeaseLost: if the claim holds no more.
-            SandboxUnsupported: if the provider cannot pause; the sandbox runs on.
+            SandboxUnsupported: if the provider cannot do that; the sandbox runs on.
         """
         await self._books(lambda: self._checked(claim))
         with self._at_work(claim.sandbox_id):
+            if not keep_memory:
+                await self._keep_files(claim)
+                return
             async with self._in_time("pause", claim.sandbox_id):
                 sandbox = await self._provider.attach(claim.sandbox_id)
                 await sandbox.pause()
-            expires_s = self._now_s() + self._settings.suspended_ttl_s
-            row = await self._replaced(claim, phase=Phase.SUSPENDED, expires_s=expires_s)
+            row = await self._suspended(claim)
             async with self._in_time("renewal", claim.sandbox_id):
                 await sandbox.renew(self._lease(row))
+
+    async def _keep_files(self, claim: Claim) -> None:
+        name = law.snapshot_id_of(claim.sandbox_id)
+        before = await self._books(lambda: self._checked(claim))
+        await self._replaced(claim, snapshots=(*before.snapshots, name))
+        try:
+            async with self._in_time("snapshot", claim.sandbox_id):
+                sandbox = await self._provider.attach(claim.sandbox_id)
+                await sandbox.snapshot(id=name, stop_processes=True, end=True)
+        except SandboxError:
+            await self._replaced(claim, snapshots=before.snapshots)  # there is none
+            raise
+        await self._suspended(claim)
+
+    async def _suspended(self, claim: Claim) -> Row:
+        return await self._replaced(
+            claim, phase=Phase.SUSPENDED, expires_s=self._now_s() + self._settings.suspended_ttl_s
+        )
 
     async def resume(self, rollout_id: str, *, take_over: bool = False) -> Held:
         """Take a rollout's sandbox on: from now on its former owner is refused.
@@ -230,15 +256,59 @@ class Keeper:
 
         Raises:
             SandboxLeaseLost: if there is none, or it is another's.
-            SandboxDead: if the sandbox has ended; the row is dropped by the next sweep.
+            SandboxDead: if the sandbox has ended and no snapshot holds it; the next sweep drops the row.
         """
         row = await self._books(lambda: self._taken(rollout_id, take_over=take_over))
         with self._at_work(row.sandbox_id):
-            async with self._in_time("resume", row.sandbox_id):
-                sandbox = await self._provider.attach(row.sandbox_id)
-                await sandbox.renew(self._lease(row))
-                await sandbox.resume()
-            return await self._running(row, sandbox)
+            try:
+                async with self._in_time("resume", row.sandbox_id):
+                    sandbox = await self._provider.attach(row.sandbox_id)
+                    await sandbox.renew(self._lease(row))
+                    await sandbox.resume()
+                return await self._running(row, sandbox)
+            except SandboxDead:
+                if not row.snapshots:
+                    raise
+        return await self._restore(row)
+
+    async def _restore(self, row: Row) -> Held:
+        """Make a sandbox from the snapshot of one that has ended."""
+        async with self._in_time("list of snapshots", row.sandbox_id):
+            held = {ref.snapshot_id: ref for ref in await self._provider.snapshots()}
+        found = [held[name] for name in row.snapshots if name in held]
+        if not found:
+            raise SandboxLeaseLost(
+                f"rollout {row.rollout_id!r} cannot be resumed: its sandbox has ended, and of its snapshots "
+                f"{list(row.snapshots)} none is there any more; start it again",
+                generation=row.generation,
+            )
+        after = await self._books(lambda: self._moved(row))
+        with self._at_work(after.sandbox_id):
+            async with self._in_time("restore", after.sandbox_id):
+                sandbox = await self._provider.restore(
+                    found[-1], id=after.sandbox_id, labels=self._labels(after), lease=self._lease(after)
+                )
+            held_now = await self._running(after, sandbox)
+            async with self._in_time("removal of snapshots", after.sandbox_id):
+                await self._provider.delete_snapshots(after.snapshots)
+            await self._edit(after, lambda one: msgspec.structs.replace(one, snapshots=()))
+            return held_now
+
+    def _moved(self, row: Row) -> Row:
+        """Give a rollout another sandbox id, as each names one sandbox for good."""
+        with self._table.change():
+            now = law.check_claim(law.claim_of(row), self._table.current(row.rollout_id), now_s=self._now_s())
+            generation = self._table.next_generation(row.rollout_id)
+            after = msgspec.structs.replace(
+                now,
+                sandbox_id=law.sandbox_id_of(row.rollout_id, generation=generation, salt=self._table.salt),
+                generation=generation,
+                phase=Phase.CREATING,
+                asked_s=self._now_s(),
+            )
+            self._table.remove(row.sandbox_id)
+            self._table.put(after)
+        return after
 
     def _taken(self, rollout_id: str, *, take_over: bool) -> Row:
         now_s = self._now_s()
@@ -273,45 +343,48 @@ class Keeper:
 
     async def sweep(self) -> SweepReport:
         """Make table and provider agree: adopt what was made, kill what nobody owns, try failed kills again."""
-        labels = {law.KEEPER_LABEL: self._settings.name}
+        labels, salt = {law.KEEPER_LABEL: self._settings.name}, self._table.salt
         async with self._in_time("list", "of all"):
-            seen = {one.sandbox_id: one for one in await self._provider.list(labels=labels)}
-        busy = frozenset(self._busy)
+            statuses = await self._provider.list(labels=labels)
+            names = [ref.snapshot_id for ref in await self._provider.snapshots()]
+        seen, busy = law.seen_of(statuses, names, salt=salt), frozenset(self._busy)
         rows = await self._books(lambda: self._table.rows(provider=self._settings.provider))
         steps = law.sweep(rows, seen, now_s=self._now_s(), busy=busy, grace_s=self._settings.grace_s)
-        done = [(step, await self._carry_out(step, seen)) for step in steps if step.sandbox_id not in self._busy]
-        return SweepReport(
-            adopted=tuple(step for step, word in done if word == "adopted"),
-            dropped=tuple(step for step, word in done if word == "dropped"),
-            killed=tuple(step for step, word in done if word == "killed"),
-            failed=tuple(step for step, word in done if word == "failed"),
-        )
+        done = [(step, await self._carry_out(step)) for step in steps if step.sandbox_id not in self._busy]
+        return SweepReport(**{word: tuple(step for step, how in done if how == word) for word in _OUTCOMES})
 
-    async def _carry_out(self, step: Step, seen: dict[str, SandboxStatus]) -> str:
+    async def _carry_out(self, step: Step) -> str:
+        if step.act in (Act.KILL_ORPHAN, Act.DELETE_ORPHAN):
+            return await self._remove_orphan(step)
         row = await self._books(lambda: self._table.find(step.sandbox_id))
-        if step.do == "kill_orphan":
-            return await self._kill_orphan(step.sandbox_id)
         if row is None:
             return "dropped"  # by somebody else meanwhile
-        if step.do == "drop":
-            await self._edit(row, lambda one: None if one.phase is row.phase else one)
+        now_s = self._now_s()
+        if step.act is Act.DROP:
+            await self._edit(row, lambda one: None if one == row else one)
             return "dropped"
-        if step.do == "adopt":
-            await self._edit(row, lambda one: _adopted(one) if one.phase is Phase.CREATING else one)
+        if step.act in (Act.ADOPT, Act.SUSPEND):
+            phase = Phase.RUNNING if step.act is Act.ADOPT else Phase.SUSPENDED
+            unowned = msgspec.structs.replace(row, phase=phase, owner="")
+            await self._edit(row, lambda one: unowned if one == row else one)
             return "adopted"
-        if step.do == "end":
-            note, now_s = step.why, self._now_s()
-            after = await self._edit(row, lambda one: law.ending(one, now_s=now_s, note=note) if one == row else one)
+        if step.act is Act.END:
+            after = await self._edit(
+                row, lambda one: law.ending(one, now_s=now_s, note=step.why) if one == row else one
+            )
             if after is None or after.phase is not Phase.ENDING:
                 return "renewed"
             row = after
         reason = DeathReason.RELEASED if row.note == law.RELEASED else DeathReason.LEASE_EXPIRED
         return "killed" if await self._kill(row, reason=reason) else "failed"
 
-    async def _kill_orphan(self, sandbox_id: str) -> str:
+    async def _remove_orphan(self, step: Step) -> str:
         try:
-            async with self._in_time("kill", sandbox_id):
-                await self._provider.kill([sandbox_id], reason=DeathReason.LEASE_EXPIRED)
+            async with self._in_time("removal", step.sandbox_id):
+                if step.act is Act.KILL_ORPHAN:
+                    await self._provider.kill([step.sandbox_id], reason=DeathReason.LEASE_EXPIRED)
+                else:
+                    await self._provider.delete_snapshots([step.sandbox_id])
         except (SandboxError, DeadlineExceeded):
             return "failed"  # it has no row, and the next sweep sees it again
         return "killed"
@@ -322,6 +395,8 @@ class Keeper:
             try:
                 async with self._in_time("kill", row.sandbox_id):
                     await self._provider.kill([row.sandbox_id], reason=reason)
+                    if row.snapshots:
+                        await self._provider.delete_snapshots(row.snapshots)
             except (SandboxError, DeadlineExceeded) as error:
                 note, now_s = str(error), self._now_s()
                 await self._edit(row, lambda one: law.kill_failed(one, now_s=now_s, note=note))
@@ -342,6 +417,13 @@ class Keeper:
             generation=row.generation,
             policy_version=row.policy_version,
         )
+
+    def _labels(self, row: Row) -> dict[str, str]:
+        return {
+            law.KEEPER_LABEL: self._settings.name,
+            law.ROLLOUT_LABEL: row.rollout_id,
+            law.GENERATION_LABEL: str(row.generation),
+        }
 
     async def _books(self, change: Callable[[], T]) -> T:
         return await asyncio.to_thread(change) if self._in_thread else change()
@@ -378,8 +460,3 @@ class Keeper:
                 f"the provider did not finish the {what} of sandbox {sandbox_id} within {limit_s:g} s (call_s); it is "
                 "overloaded or cut off. The table keeps what it may have left, and a sweep cleans up"
             ) from None
-
-
-def _adopted(row: Row) -> Row:
-    """Return a row without an owner, which whoever resumes the rollout gets."""
-    return msgspec.structs.replace(row, phase=Phase.RUNNING, owner="")

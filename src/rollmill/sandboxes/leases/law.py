@@ -8,13 +8,16 @@
 
 A row is written before its sandbox is asked for, and goes when nothing is left of it. Each rollout has at most one row
 that is not ending. Its generation rises with every new owner, and what an older one asks is refused.
+
+A rollout is suspended as it is, or as a snapshot of its files whose name is in the row before it is made. As long as
+that snapshot is there, what happens to the sandbox loses nothing: the rollout is suspended then.
 """
 
 from __future__ import annotations
 
 import enum
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 import msgspec
 
@@ -46,7 +49,7 @@ class Row(Record, frozen=True, kw_only=True):
         provider: which provider has it.
         owner: who holds it; empty if its owner is gone and nobody took it over.
         phase: where it is.
-        snapshots: its chain, the newest last.
+        snapshots: names of those that may be there, the newest last; gone once a sandbox was made from them.
         expires_s: end of the lease, since the epoch.
         policy_version: weights at the rollout's start.
         asked_s: when it was asked for, since the epoch.
@@ -94,6 +97,21 @@ def sandbox_id_of(rollout_id: str, *, generation: int, salt: str) -> str:
         'r06db4e14c99a3b4a-2-5eed'
     """
     return f"r{hashlib.sha256(rollout_id.encode()).hexdigest()[:16]}-{generation}-{salt}"
+
+
+def snapshot_id_of(sandbox_id: str) -> str:
+    """Return the name of the snapshot that a sandbox ends as; it tells of which table it is.
+
+    Example:
+        >>> snapshot_id_of("r7-2-5eed")
+        'r7-2-5eed-s'
+    """
+    return f"{sandbox_id}-s"
+
+
+def is_snapshot_of(snapshot_id: str, *, salt: str) -> bool:
+    """Return whether a snapshot is of a sandbox of the table with this salt."""
+    return snapshot_id.endswith(f"-{salt}-s")
 
 
 def claim_of(row: Row) -> Claim:
@@ -172,70 +190,97 @@ def kill_failed(row: Row, *, now_s: float, note: str) -> Row:
 # -- the sweep --------------------------------------------------------------------------------------------------------
 
 
+class Act(enum.Enum):
+    """What a sweep does with a row, a sandbox or a snapshot."""
+
+    ADOPT = "adopt"
+    SUSPEND = "suspend"
+    DROP = "drop"
+    END = "end"
+    KILL = "kill"
+    KILL_ORPHAN = "kill_orphan"
+    DELETE_ORPHAN = "delete_orphan"
+
+
 class Step(Record, frozen=True, kw_only=True):
     """One thing that a sweep does.
 
     Attributes:
-        do: what: `adopt`, `drop`, `end`, `kill` or `kill_orphan`.
-        sandbox_id: of which.
+        act: what.
+        sandbox_id: of which sandbox; of an orphaned snapshot, its name.
         why: in words.
     """
 
-    do: str
+    act: Act
     sandbox_id: str
     why: str
 
 
+class Seen(Record, frozen=True, kw_only=True):
+    """What a provider has of one table.
+
+    Attributes:
+        alive: sandboxes that have not ended.
+        snapshots: that are held.
+    """
+
+    alive: frozenset[str] = frozenset()
+    snapshots: frozenset[str] = frozenset()
+
+
+def seen_of(statuses: Iterable[SandboxStatus], snapshots: Iterable[str], *, salt: str) -> Seen:
+    """Return what counts of what a provider shows; ends, and others' snapshots, do not."""
+    return Seen(
+        alive=frozenset(one.sandbox_id for one in statuses if one.state not in _ENDED),
+        snapshots=frozenset(one for one in snapshots if is_snapshot_of(one, salt=salt)),
+    )
+
+
 def sweep(
-    rows: Iterable[Row],
-    seen: Mapping[str, SandboxStatus],
-    *,
-    now_s: float,
-    busy: frozenset[str] = frozenset(),
-    grace_s: float,
+    rows: Iterable[Row], seen: Seen, *, now_s: float, busy: frozenset[str] = frozenset(), grace_s: float
 ) -> tuple[Step, ...]:
     """Return what is to be done so that table and provider agree.
 
-    `seen` must have been asked for before the rows were read: a row is written before its sandbox is made, so what was
-    seen and has no row has none for good.
+    `seen` must have been asked for before the rows were read: a row is written before its sandbox or snapshot is made,
+    so what was seen and has no row has none for good.
 
     Args:
         rows: of one provider.
-        seen: what that provider has of this keeper, by id; ends may be among it.
+        seen: what that provider has.
         now_s: since the epoch.
         busy: sandboxes that some call of this process works on.
         grace_s: a creation may take so long before it counts as given up.
     """
     known = {row.sandbox_id: row for row in rows}
-    alive = {one for one, status in seen.items() if status.state not in _ENDED}
-    steps = [
-        _step(row, row.sandbox_id in alive, now_s, grace_s) for row in known.values() if row.sandbox_id not in busy
-    ]
-    orphans = sorted(alive - set(known) - busy)
+    named = {name for row in known.values() for name in row.snapshots}
+    steps = [_step(row, seen, now_s, grace_s) for row in known.values() if row.sandbox_id not in busy]
+    orphans = [(Act.KILL_ORPHAN, one) for one in sorted(seen.alive - set(known) - busy)]
+    orphans += [(Act.DELETE_ORPHAN, one) for one in sorted(seen.snapshots - named)]
     return (
         *(step for step in steps if step is not None),
-        *(Step(do="kill_orphan", sandbox_id=one, why="no row speaks of it") for one in orphans),
+        *(Step(act=act, sandbox_id=one, why="no row speaks of it") for act, one in orphans),
     )
 
 
-def _step(row: Row, lives: bool, now_s: float, grace_s: float) -> Step | None:
-    def step(do: str, why: str) -> Step:
-        return Step(do=do, sandbox_id=row.sandbox_id, why=why)
+def _step(row: Row, seen: Seen, now_s: float, grace_s: float) -> Step | None:
+    lives, kept = row.sandbox_id in seen.alive, bool(seen.snapshots & set(row.snapshots))
+
+    def step(act: Act, why: str) -> Step:
+        return Step(act=act, sandbox_id=row.sandbox_id, why=why)
 
     if row.phase is Phase.ENDING:
-        if not lives and not row.snapshots:
-            return step("drop", row.note or "it has ended")
-        return step("kill", row.note or "it is to end") if row.retry_s <= now_s else None
+        if not lives and not kept:
+            return step(Act.DROP, row.note or "it has ended")
+        return step(Act.KILL, row.note or "it is to end") if row.retry_s <= now_s else None
+    if row.phase is Phase.CREATING and now_s < row.asked_s + grace_s:
+        return None
+    if not lives and not kept:
+        asked = f"it was asked for {now_s - row.asked_s:.0f} s ago and is not there"
+        return step(Act.DROP, asked if row.phase is Phase.CREATING else "the provider has lost it")
+    if row.expires_s <= now_s:
+        return step(Act.END, f"its lease, of {row.owner or 'nobody'!r}, ended")
+    if not lives and row.phase is not Phase.SUSPENDED:
+        return step(Act.SUSPEND, "it has ended, and its snapshot is there")
     if row.phase is Phase.CREATING:
-        if now_s < row.asked_s + grace_s:
-            return None
-        if not lives:
-            return step("drop", f"it was asked for {now_s - row.asked_s:.0f} s ago and is not there")
-        return step("adopt", "it was made, and whoever asked for it is gone") if row.expires_s > now_s else _late(row)
-    if not lives and not (row.phase is Phase.SUSPENDED and row.snapshots):
-        return step("drop", "the provider has lost it")
-    return _late(row) if row.expires_s <= now_s else None
-
-
-def _late(row: Row) -> Step:
-    return Step(do="end", sandbox_id=row.sandbox_id, why=f"its lease, of {row.owner or 'nobody'!r}, ended")
+        return step(Act.ADOPT, "it was made, and whoever asked for it is gone")
+    return None
