@@ -162,33 +162,32 @@ class _Builder:
 
     async def _do(self, sandbox: Sandbox, step: Step, *, title: str) -> None:
         if step.pip is None:
-            environment = {**step.env}
-            result = await sandbox.exec(
-                list(step.run or ()), cwd=step.cwd, env=environment, timeout_s=self._timeout_s(step)
-            )
-            _require_success(result, title)
+            command = list(step.run or ())
+            result = await sandbox.exec(command, cwd=step.cwd, env=step.env, timeout_s=self._timeout_s(step))
+            self._require_success(result, title)
             return
         for path in sorted(self._beside.directory(step.wheels or "").iterdir()):
             if path.is_file() and not path.is_symlink():
                 await sandbox.write_stream(f"{_WHEELS}/{path.name}", _pieces(path))
         command = [*_PIP, "--find-links", _WHEELS, "--", *step.pip]
         result = await sandbox.exec(command, env=_PIP_ENV, timeout_s=self._timeout_s(step))
-        _require_success(result, title)
+        self._require_success(result, title)
         await sandbox.remove(_WHEELS, recursive=True)
+
+    def _require_success(self, result: ExecResult, title: str) -> None:
+        if result.exit_code == 0 and not result.killed_by:
+            return
+        if result.timed_out:
+            self._work.check()  # the time of the whole build may be over
+        how = f"was killed ({result.killed_by})" if result.killed_by else f"ended with {result.exit_code}"
+        told = (result.stderr or result.stdout)[-_TOLD_BYTES:].decode("utf-8", "replace").strip()
+        raise refused(Refusal.BUILD, f"{title} {how} after {result.wall_s:.1f} s: {told}")
 
 
 async def _pieces(path: Path) -> AsyncIterator[bytes]:
     with path.open("rb") as stream:
         while data := stream.read(_MIB):
             yield data
-
-
-def _require_success(result: ExecResult, title: str) -> None:
-    if result.exit_code == 0 and not result.killed_by:
-        return
-    how = f"was killed ({result.killed_by})" if result.killed_by else f"ended with {result.exit_code}"
-    told = (result.stderr or result.stdout)[-_TOLD_BYTES:].decode("utf-8", "replace").strip()
-    raise refused(Refusal.BUILD, f"{title} {how} after {result.wall_s:.1f} s: {told}")
 
 
 def _written(kept: Path) -> tuple[Path, int]:
