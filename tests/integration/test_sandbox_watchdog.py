@@ -195,7 +195,7 @@ def test_what_is_seen_from_outside_is_what_the_agent_says(rig):
         await sandbox.exec(["sh", "-c", "for i in 1 2 3 4 5; do touch /tmp/$i; done; echo 12345"])
         usage = await sandbox.usage()
         survey = await overseen.survey(limit_s=5.0)
-        sample = survey.found[sandbox.id].sample
+        sample: Any = survey.found[sandbox.id].sample
         assert survey.late == ()
         assert (sample.disk_bytes, sample.inodes) == (usage.disk_bytes, usage.inodes)
         assert sample.pids == 0
@@ -213,12 +213,12 @@ def test_an_idle_sandbox_is_seen_again_as_it_was_and_one_that_works_as_it_is(rig
     async def body(provider: Provider) -> None:
         assert isinstance(provider, NamespaceProvider)
         sandbox, overseen = await start(provider), NamespaceOverseen(provider)
-        first = (await overseen.survey(limit_s=5.0)).found[sandbox.id].sample
-        again = (await overseen.survey(limit_s=5.0)).found[sandbox.id].sample
+        first: Any = (await overseen.survey(limit_s=5.0)).found[sandbox.id].sample
+        again: Any = (await overseen.survey(limit_s=5.0)).found[sandbox.id].sample
         assert again.at_s > first.at_s
         assert (again.inodes, again.disk_bytes) == (first.inodes, first.disk_bytes)
         await sandbox.write("/tmp/new", b"x" * 100_000)
-        after = (await overseen.survey(limit_s=5.0)).found[sandbox.id].sample
+        after: Any = (await overseen.survey(limit_s=5.0)).found[sandbox.id].sample
         assert after.inodes == first.inodes + 1
         assert after.disk_bytes > first.disk_bytes
         await sandbox.kill()
@@ -232,7 +232,8 @@ def test_a_paused_sandbox_is_seen_too(rig):
         assert isinstance(provider, NamespaceProvider)
         sandbox, overseen = await start(provider), NamespaceOverseen(provider)
         await sandbox.pause()
-        assert (await overseen.survey(limit_s=5.0)).found[sandbox.id].sample.inodes > 0
+        sample: Any = (await overseen.survey(limit_s=5.0)).found[sandbox.id].sample
+        assert sample.inodes > 0
         await sandbox.kill()
 
     rig.run(body)

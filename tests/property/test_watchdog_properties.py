@@ -6,6 +6,7 @@ And those of the node guard: it never lets sandboxes start while a bound is pass
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import msgspec
 from hypothesis import given, settings
@@ -26,7 +27,7 @@ shares = st.floats(0.0, 1.0)
 pressures = st.builds(Pressure, cpu_some=shares, memory_some=shares, memory_full=shares, io_some=shares)
 
 
-def maybe(values: st.SearchStrategy[float]) -> st.SearchStrategy[float | None]:
+def maybe(values: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
     return st.none() | values
 
 

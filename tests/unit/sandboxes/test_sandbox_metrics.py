@@ -6,12 +6,13 @@ import doctest
 import subprocess
 import sys
 from collections.abc import Mapping
-from types import SimpleNamespace
+from dataclasses import dataclass, field
 
 import pytest
 
 import rollmill.sandboxes.tally
 from rollmill.sandboxes import DeathReason, Lease, SandboxState, SandboxStatus
+from rollmill.sandboxes.admission.records import PoolStatistics
 from rollmill.sandboxes.lifecycle import death
 from rollmill.sandboxes.metrics import METRICS, SandboxFigures, SandboxMetrics, collect, count_states
 from rollmill.sandboxes.reaper import ReaperStatistics
@@ -20,15 +21,16 @@ from rollmill.sandboxes.watchdog import GuardStatistics, NodeReading, Pressure, 
 
 prometheus = pytest.importorskip("prometheus_client.parser")
 
-POOL = SimpleNamespace(
-    hits=7,
-    misses=3,
-    dead_at_hand_out=1,
-    evicted=2,
-    places={"running": 4, "suspended": 5},
-    waiting={"starting": 6},
-    starting_cap=8,
-)
+
+@dataclass
+class Pool:
+    hits: int = 7
+    misses: int = 3
+    dead_at_hand_out: int = 1
+    evicted: int = 2
+    places: Mapping[str, int] = field(default_factory=lambda: {"running": 4, "suspended": 5})
+    waiting: Mapping[str, int] = field(default_factory=lambda: {"starting": 6})
+    starting_cap: int = 8
 
 
 def tally() -> SandboxTally:
@@ -45,7 +47,7 @@ def tally() -> SandboxTally:
 WHOLE = SandboxFigures(
     states={SandboxState.READY: 2, SandboxState.BUSY: 0},
     tally=tally().statistics(),
-    pool=POOL,
+    pool=Pool(),
     watchdog=WatchdogStatistics(
         ticks=10, missed_ticks=2, late_samples=4, kills={DeathReason.POLICY_PIDS: 5}, failed_steps={"freeze": 1}
     ),
@@ -113,6 +115,10 @@ def test_everything_named_is_shown_once_all_parts_run_and_nothing_else():
     assert families == [
         name.removesuffix("_total") if kind == "counter" else name for name, (kind, _) in METRICS.items()
     ]
+
+
+def test_the_statistics_of_a_pool_have_what_is_shown_of_one():
+    assert set(Pool.__dataclass_fields__) <= set(PoolStatistics.__struct_fields__)
 
 
 def test_parts_that_do_not_run_show_nothing():
