@@ -30,6 +30,16 @@ def drafted(logits: torch.Tensor, *, params: list[SamplingParams], counters: np.
     ]
 
 
+def behind_each_other(drafts: list[Draft]) -> Draft:
+    """Several guesses of one token each as one of several tokens."""
+    return Draft(
+        tokens=tuple(token for draft in drafts for token in draft.tokens),
+        chances=tuple(chance for draft in drafts for chance in draft.chances),
+        weights=tuple(row for draft in drafts for row in draft.weights),
+        totals=tuple(total for draft in drafts for total in draft.totals),
+    )
+
+
 def first_tokens(count: int, **sampling) -> tuple[np.ndarray, np.ndarray, int]:
     """The token behind which one was guessed, `count` times; log-probs; how many guesses counted."""
     params = [SamplingParams(**{"seed": seed, **sampling}) for seed in range(count)]
@@ -137,13 +147,7 @@ def test_sequences_with_and_without_guesses_and_greedy_ones_share_a_pass():
     copied = Guess((best[1], 39), 2)  # of the kind that looks up what was said: judged by what is drawn
     # A draft that is sure of what the model takes for likely: the model's own distribution, twice.
     mine = drafted(logits[5:7], params=[guessing] * 2, counters=np.array([7, 8]))
-    both = Draft(
-        mine[0].tokens + mine[1].tokens,
-        0,
-        mine[0].chances + mine[1].chances,
-        mine[0].weights + mine[1].weights,
-        mine[0].totals + mine[1].totals,
-    )
+    both = behind_each_other(mine)
     params = [plain, *[greedy] * 4, *[guessing] * 3]
     counters = np.array([4, 0, 1, 2, 3, 7, 8, 9])
     expected, chances = sample(logits.clone(), params=params, counters=counters)
@@ -165,14 +169,7 @@ def test_a_pass_gives_each_sequence_its_counting_guesses_and_one_token_more(seed
     logits, small = torch.randn(length + 1, 17, generator=numbers), torch.randn(length, 17, generator=numbers)
     own = SamplingParams(seed=request_seed)
     ones = drafted(small, params=[own] * length, counters=np.arange(length))
-    draft = Draft(
-        *(
-            tuple(part[0] for part in parts) if n != 1 else 0
-            for n, parts in enumerate(
-                zip(*((d.tokens, d.order, d.chances, d.weights, d.totals) for d in ones), strict=True)
-            )
-        )
-    )
+    draft = behind_each_other(ones)
     (turn,) = verify(logits, params=[own] * (length + 1), counters=np.arange(length + 1), guesses=[draft])
     said = [token for token, _ in turn]
     right = len(said) - 1

@@ -135,15 +135,17 @@ class Guess:
 
 
 class Guesser(Protocol):
-    """Says what may follow, and learns what came of it.
+    """Says what may follow, and learns what came of it."""
 
-    Attributes:
-        guessed: tokens that were guessed.
-        accepted: of those, how many counted.
-    """
+    @property
+    def guessed(self) -> int:
+        """Tokens that were guessed."""
+        ...
 
-    guessed: int
-    accepted: int
+    @property
+    def accepted(self) -> int:
+        """Of those, how many counted."""
+        ...
 
     def guess(self, sequences: list[Sequence], *, rows: int, most: int) -> list[Guess]:
         """Return a guess, often empty, for each sequence.
