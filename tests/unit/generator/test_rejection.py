@@ -76,6 +76,7 @@ def test_in_its_place_comes_what_the_model_has_more_than_the_draft():
 WEIGHTS = st.lists(st.integers(0, 20), min_size=2, max_size=9).filter(any)
 
 
+@settings(deadline=None)
 @given(WEIGHTS, WEIGHTS)
 def test_both_together_are_the_model_whatever_the_draft(ours, theirs):
     """Sum over every guess of its chance, whether it counts, and what comes in its place: exactly the model's."""
@@ -162,7 +163,7 @@ def test_sequences_with_and_without_guesses_and_greedy_ones_share_a_pass():
         assert logprob == pytest.approx(float(exact[row, token]), abs=1e-5)
 
 
-@settings(max_examples=25)
+@settings(max_examples=25, deadline=None)
 @given(st.integers(0, 2**32), st.integers(1, 5), st.integers(0, 2**63))
 def test_a_pass_gives_each_sequence_its_counting_guesses_and_one_token_more(seed, length, request_seed):
     numbers = torch.Generator().manual_seed(seed)
