@@ -150,6 +150,20 @@ def test_a_model_of_rounded_weights_adds_the_adapter_unrounded(tmp_path):
     assert differences.mean() < 0.05 < np.abs(engine.core.score(ids) - expected).mean()
 
 
+def test_what_a_draft_guesses_is_judged_by_the_adapter(tmp_path):
+    turns, accepted = [], []
+    for name, draft in (("plain", None), ("of the sum", WHOLE["a"]), ("of the base", MODEL)):
+        engine = with_places(tmp_path / name, draft=draft)
+        load(engine, "a")
+        turns += run(engine, asks("a", "r", prompt_of(20), temperature=0.0, max_new_tokens=30))
+        if engine.drafter is not None:
+            accepted.append(engine.drafter.accepted / engine.drafter.guessed)
+    assert accepted[0] > 0.9 > 0.5 > accepted[1]
+    for turn in turns[1:]:
+        np.testing.assert_array_equal(turn.output_ids, turns[0].output_ids)
+        np.testing.assert_allclose(turn.behavior_logprobs, turns[0].behavior_logprobs, atol=2e-4)
+
+
 # -- what is shared
 
 
