@@ -211,7 +211,7 @@ class LimitSettings(Section):
     )
     """Largest message of a caller; 64 MiB hold the token ids of a million-token prompt many times over."""
     max_request_id_chars: int = knob(256, unit="characters", raising="longer ids", lowering="shorter ids", ge=16)
-    """Longest id of a request, a session or a group."""
+    """Longest id of a request, a session or a group, and longest name of a job or an adapter."""
     stream_events: int = knob(
         1024, unit="events", raising="more patience, more memory per stream", lowering="less patience", ge=16
     )

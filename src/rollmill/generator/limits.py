@@ -28,6 +28,7 @@ def check_limits(request: GenerateRequest, *, siblings: int, limits: LimitSettin
             _id_problem("session_id", request.session_id, limits=limits),
             _id_problem("group_key", request.group_key, limits=limits),
             _id_problem("job", request.job, limits=limits),
+            _id_problem("adapter", request.adapter, limits=limits),
             None if siblings >= 1 else f"{siblings} samples were asked for; ask for 1 or more",
             _over("samples of one call", siblings, limit=limits.max_siblings, name="max_siblings"),
             _over("prompt tokens", tokens, limit=limits.max_prompt_tokens, name="max_prompt_tokens"),

@@ -44,6 +44,7 @@ def test_what_is_exactly_at_every_limit_is_taken():
         (asked(""), 1, "no request_id"),
         (asked("a" * 17), 1, "17 characters in request_id, and generator.limits.max_request_id_chars is 16"),
         (asked(session_id="s" * 17), 1, "17 characters in session_id"),
+        (asked(adapter="a" * 17), 1, "17 characters in adapter"),
         (asked(group_key="g" * 17), 1, "17 characters in group_key"),
         (asked(job="j" * 17), 1, "17 characters in job"),
         (asked(), 0, "0 samples were asked for"),
