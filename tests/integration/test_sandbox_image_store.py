@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,13 +16,15 @@ from image_builders import Layout, add, directory, file, new_store, small_root, 
 from rollmill.cli.app import cli
 from rollmill.errors import ImageError
 from rollmill.sandboxes import NamedImage, Provider, SandboxSpec
-from rollmill.sandboxes.images import ImageStore
+from rollmill.sandboxes.images import ImageStore, erofs
 from rollmill.sandboxes.images.canonical import walk
 from rollmill.sandboxes.images.tar_format import END, encode_header
 from sandbox_builders import LIMITS, RealRig, new_id, real_rig, start, until, why_no_namespaces
 
 pytestmark = pytest.mark.integration
 
+with tempfile.TemporaryDirectory() as _scratch:
+    AS_FILES = erofs.missing(Path(_scratch))
 SPEC = SandboxSpec(image=NamedImage(name="whole"), limits=LIMITS)
 
 
@@ -169,6 +172,38 @@ def test_a_start_with_the_id_of_one_that_lives_keeps_its_image(rig, whole):
         assert holders(whole) == ()
 
     rig.run(body)
+
+
+@pytest.mark.skipif(AS_FILES != "", reason=AS_FILES)
+def test_layers_kept_as_files_are_mounted_while_they_are_used(tmp_path, place, rig):
+    store = new_store(tmp_path / "store", form="erofs")
+    add(store, place / "image.tar", name="whole")
+    assert mounts(store) == 0
+    with real_rig(tmp_path / "records", images=store.settings) as other:
+
+        async def body(provider: Provider) -> None:
+            one, two = await asyncio.gather(start(provider, SPEC), start(provider, SPEC))
+            assert mounts(store) == 2
+            await one.kill()
+            read = await two.exec(["sh", "-c", "cat /changed; ls -A /opaque; ls /gone"])
+            assert read.stdout == b"upper\nnew\n"
+            await two.kill()
+            assert mounts(store) == 0
+
+        other.run(body)
+    if os.fork() == 0:
+        new_store(tmp_path / "store").take("whole", what="a process that is killed")
+        os._exit(9)
+    os.wait()
+    assert mounts(store) == 2
+    assert store.verify("whole") == ()
+    new_store(tmp_path / "store")
+    assert mounts(store) == 0
+    store.remove("whole")
+
+
+def mounts(store: ImageStore) -> int:
+    return Path("/proc/mounts").read_text(encoding="utf-8").count(str(store.layout.part("mounts")))
 
 
 def test_the_command_line_prepares_lists_runs_and_removes(rig, place, tmp_path):

@@ -16,7 +16,7 @@ import pytest
 from image_builders import add, add_tars, archive_layer, digest_of, file, new_store, new_work, tar, trees
 from rollmill.errors import ConfigError, DeadlineExceeded, ImageError, SandboxError
 from rollmill.sandboxes.disk_records import ProcessMark, boot_id, mark_of
-from rollmill.sandboxes.images import ImageProgress, ImageStore, ImageStoreSettings, prepare_image
+from rollmill.sandboxes.images import ImageProgress, ImageStore, ImageStoreSettings, erofs, prepare_image
 from rollmill.sandboxes.images.locks import locked
 from rollmill.sandboxes.images.refusals import Refusal
 
@@ -158,6 +158,19 @@ def test_a_layer_that_two_images_share_goes_with_the_second(store):
     assert is_empty(store)
 
 
+def test_a_store_may_delete_in_the_background(tmp_path):
+    store = ImageStore(ImageStoreSettings(directory=tmp_path / "store", durable=False, form="tree"), in_background=True)
+    add_tars(store, ONE)
+    assert len(store.remove("image").layers) == 1
+    assert store.layout.reaper is not None
+    assert store.layout.reaper.drain(limit_s=10.0)
+    assert list(store.layout.part("trash").iterdir()) == []
+    store.close()
+    # Only now has the last link to what layers shared gone, so the next collection frees it.
+    assert store.collect().shared_files == 1
+    assert is_empty(store)
+
+
 # -- damage -----------------------------------------------------------------------------------------------------------
 
 
@@ -213,6 +226,16 @@ def test_a_store_of_another_format_or_of_somebody_else_is_not_opened(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="Name another directory"):
         new_store(tmp_path / "file")
+
+
+def test_a_form_that_does_not_work_here_is_refused_when_it_was_asked_for(tmp_path, monkeypatch):
+    monkeypatch.setattr(erofs, "missing", lambda scratch: "a trial failed")
+    store = new_store(tmp_path / "store", form="erofs")
+    with pytest.raises(ImageError, match="cannot be kept as erofs here: a trial failed") as caught:
+        add_tars(store, ONE)
+    assert caught.value.reason == Refusal.MACHINE.value
+    add_tars(new_store(tmp_path / "store", form="auto"), ONE)
+    assert (trees(store)[0] / "one").exists()
 
 
 @pytest.mark.parametrize("wrong", [{"form": "squashfs"}, {"lock_s": 0}, {"budget_bytes": -1}])

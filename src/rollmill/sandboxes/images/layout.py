@@ -28,6 +28,7 @@ from rollmill.sandboxes.disk_records import ProcessMark, is_alive
 from rollmill.sandboxes.images.records import FORMAT, Layer, Manifest, NameRecord, file_name, is_digest
 from rollmill.sandboxes.images.refusals import Refusal, refused
 from rollmill.sandboxes.images.tree_files import remove_tree, write_whole
+from rollmill.sandboxes.reaper import Reaper
 
 _PARTS = ("layers", "images", "names", "steps", "objects", "holds", "locks", "mounts", "tmp", "trash")
 _STRIPES = 64
@@ -49,6 +50,7 @@ class Layout:
 
     def __init__(self, directory: Path, *, owner: ProcessMark) -> None:
         self.directory = directory
+        self.reaper: Reaper | None = None
         self._owner = owner
         try:
             directory.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -179,14 +181,19 @@ class Layout:
             remove_tree(path)
 
     def discard(self, path: Path) -> None:
-        """Take something out of the store by one rename; `empty_trash` removes it."""
+        """Take something out of the store by one rename; `empty_trash` or the reaper removes it."""
+        if self.reaper is not None:
+            self.reaper.discard(path)
+            return
         try:
             path.rename(self.part("trash") / f"{path.name}.{_random()}")
         except FileNotFoundError:
             return  # another process was quicker
 
     def empty_trash(self) -> int:
-        """Remove what was discarded; return how many files and directories went."""
+        """Remove what was discarded, unless a reaper does; return how many files and directories went."""
+        if self.reaper is not None:
+            return 0
         return sum(remove_tree(Path(entry.path)) for entry in os.scandir(self.part("trash")))
 
     def repair(self) -> int:

@@ -47,6 +47,7 @@ from rollmill.sandboxes.images.refusals import Refusal, refused
 from rollmill.sandboxes.images.settings import ImageStoreSettings
 from rollmill.sandboxes.images.tree_files import write_whole
 from rollmill.sandboxes.images.work import Work
+from rollmill.sandboxes.reaper import Reaper
 from rollmill.sandboxes.records import Record
 
 _SHOWN_NAMES = 12
@@ -113,17 +114,26 @@ class ImageStore:
 
     Args:
         settings: where and how.
+        in_background: delete what is removed in a thread, at a bounded rate, until `close`; else before a call returns.
     """
 
-    def __init__(self, settings: ImageStoreSettings | None = None) -> None:
+    def __init__(self, settings: ImageStoreSettings | None = None, *, in_background: bool = False) -> None:
         self.settings = ImageStoreSettings() if settings is None else settings
         self._owner = _own_mark()
         self.layout = Layout(self.settings.place(), owner=self._owner)
+        if in_background:
+            self.layout.reaper = Reaper(self.layout.part("trash"))
+            self.layout.reaper.start()
         self._layers = LayerStore(self.layout, self.settings)
         self._holds = Holds(self.layout.part("holds"))
         self.repaired = self.layout.repair()
         if any(self.layout.part("mounts").iterdir()):
             self._unmount_idle()
+
+    def close(self) -> None:
+        """Stop deleting in the background; what is left waits for the next store."""
+        if self.layout.reaper is not None:
+            self.layout.reaper.close()
 
     # -- finding -----------------------------------------------------------------------------------------------------
 
@@ -279,6 +289,8 @@ class ImageStore:
                 )
             finally:
                 hold.release()
+                if any(self.layout.part("mounts").iterdir()):
+                    self._unmount_idle()
 
     def _base(self, base: str | None, hold: Hold) -> tuple[tuple[Layer, ...], ImageConfig]:
         if base is None:

@@ -142,7 +142,7 @@ class ImageUses:
     def _open(self) -> ImageStore:
         with self._opening:
             if self._store is None:
-                self._store = ImageStore(self._settings)
+                self._store = ImageStore(self._settings, in_background=True)
             return self._store
 
     def _view(self, digest: str) -> ImageInUse:
@@ -178,6 +178,9 @@ class ImageUses:
             self.release(user)
         for digest in list(self._held):
             self._let_go_if_unused(digest)
+        if self._store is not None:
+            self._store.close()
+            self._store = None
 
 
 def _taken_by(ref: str) -> str:
