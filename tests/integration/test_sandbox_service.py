@@ -242,6 +242,22 @@ def test_metrics_tell_what_a_sandbox_uses(service):
     one.kill()
 
 
+def test_prometheus_is_answered_with_the_token_alone(service):
+    one = service.create()
+    url = f"{service.said['url']}/metrics"
+    assert refused(urllib.request.Request(url))[0] == 401
+    with urllib.request.urlopen(
+        urllib.request.Request(url, headers={"authorization": f"Bearer {TOKEN}"}), timeout=20
+    ) as answer:
+        page = answer.read().decode()
+    (ready,) = [line for line in page.splitlines() if line.startswith('rollmill_sandboxes{state="ready"}')]
+    assert float(ready.split()[1]) >= 1
+    assert 'rollmill_sandbox_start_seconds_count{phase="ready"}' in page
+    with urllib.request.urlopen(f"{service.said['url']}/health", timeout=20) as answer:
+        assert json.loads(answer.read())["sandboxes"] >= 1
+    one.kill()
+
+
 @pytest.mark.parametrize(
     ("call", "error", "says"),
     [

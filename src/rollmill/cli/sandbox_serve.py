@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -16,6 +18,10 @@ from rollmill.sandboxes.backends.namespaces import NamespaceProvider, NamespaceS
 from rollmill.sandboxes.disk_records import DiskRecords, default_directory, is_alive
 from rollmill.sandboxes.images import ImageStoreSettings
 from rollmill.sandboxes.isolation import parse_level
+
+if TYPE_CHECKING:
+    from rollmill.sandboxes.service import Listen, ServiceSettings, Template
+    from rollmill.sandboxes.watchdog import Watchdog
 
 _DIRECTORY = click.option(
     "--directory",
@@ -62,6 +68,18 @@ _DIRECTORY = click.option(
 @click.option(
     "--minimum-isolation", default="hardened", show_default=True, help="Refuse to run with less than this level."
 )
+@click.option(
+    "--watchdog/--no-watchdog",
+    default=True,
+    show_default=True,
+    help="End sandboxes that hold a bomb; without it their caps alone hold.",
+)
+@click.option(
+    "--snapshots",
+    type=click.Path(path_type=Path),
+    default=None,
+    help="Where snapshots of files are kept; in memory unless given.",
+)
 @click.option("--store", type=click.Path(path_type=Path), default=None, help="Where images are kept: see `prepare`.")
 @_DIRECTORY
 @json_option
@@ -73,6 +91,8 @@ def serve_command(
     max_timeout_s: float,
     domain: str | None,
     minimum_isolation: str,
+    watchdog: bool,
+    snapshots: Path | None,
     store: Path | None,
     directory: Path | None,
     as_json: bool,
@@ -94,6 +114,7 @@ def serve_command(
         directory=directory,
         minimum_isolation=parse_level(minimum_isolation),
         images=ImageStoreSettings(directory=store),
+        snapshot_directory=snapshots,
     )
     templates = load_templates(templates_path)
 
@@ -104,8 +125,11 @@ def serve_command(
         document = {"url": url, "pid": os.getpid(), "templates": sorted(templates), "warnings": where.warnings()}
         show(document, text=_text(url, token_env, sorted(templates)), as_json=as_json)
 
+    serving = _serve(
+        where, settings=settings, backend=backend, templates=templates, watched=watchdog, announce=announce
+    )
     try:
-        asyncio.run(_serve(where, settings=settings, backend=backend, templates=templates, announce=announce))
+        asyncio.run(serving)
     except asyncio.CancelledError as error:  # a second signal
         raise KeyboardInterrupt from error
 
@@ -120,16 +144,44 @@ def _token(name: str) -> str:
     return token
 
 
-async def _serve(where: Any, *, settings: Any, backend: NamespaceSettings, templates: Any, announce: Any) -> None:
+async def _serve(
+    where: Listen,
+    *,
+    settings: ServiceSettings,
+    backend: NamespaceSettings,
+    templates: Mapping[str, Template],
+    watched: bool,
+    announce: Callable[[str], None],
+) -> None:
     from rollmill.runtime.stopping import stop_on_signals
+    from rollmill.sandboxes.metrics import SandboxFigures, SandboxMetrics, count_states
     from rollmill.sandboxes.service import Node, serve_node
+    from rollmill.sandboxes.tally import SandboxTally
 
-    with stop_on_signals() as stop:
-        async with (
-            NamespaceProvider(backend) as provider,
-            Node(provider, settings=settings, templates=templates) as node,
-        ):
-            await serve_node(node, listen=where, stop=stop, on_bound=announce)
+    tally = SandboxTally()
+    async with contextlib.AsyncExitStack() as stack:
+        stop = stack.enter_context(stop_on_signals())
+        provider = await stack.enter_async_context(NamespaceProvider(backend, observer=tally))
+        watchdog = await stack.enter_async_context(_watchdog(provider, backend)) if watched else None
+        node = await stack.enter_async_context(Node(provider, settings=settings, templates=templates))
+
+        async def metrics() -> bytes:
+            figures = SandboxFigures(
+                states=count_states(await provider.list()),
+                tally=tally.statistics(),
+                watchdog=None if watchdog is None else watchdog.statistics(),
+            )
+            return SandboxMetrics(lambda: figures).render()
+
+        await serve_node(node, listen=where, stop=stop, on_bound=announce, metrics=metrics)
+
+
+def _watchdog(provider: NamespaceProvider, backend: NamespaceSettings) -> Watchdog:
+    from rollmill.sandboxes.backends.namespaces.oversight import NamespaceOverseen
+    from rollmill.sandboxes.watchdog import NodeReader, Watchdog, WatchdogSettings
+
+    settings = WatchdogSettings(directory=backend.records_directory() / "evidence")
+    return Watchdog(NamespaceOverseen(provider), settings=settings, pressure=NodeReader().pressure)
 
 
 def _text(url: str, token_env: str, templates: list[str]) -> str:

@@ -3,13 +3,14 @@
 | path | who asks | what opens it |
 |---|---|---|
 | `/health` without a sandbox | anybody | nothing |
-| `/sandboxes`, `/v2/sandboxes`, ... | whoever makes sandboxes | the token of the service |
+| `/sandboxes`, `/v2/sandboxes`, ...; `/metrics` | whoever makes sandboxes, Prometheus | the token of the service |
 | `/health` of a sandbox | its SDK, before it blames the network | nothing: it says only whether it runs |
 | programs, the file system, `/files` | whoever uses a sandbox | its token, or for files a signature by it |
 """
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from starlette.applications import Starlette
@@ -20,6 +21,7 @@ from starlette.routing import Route
 
 import rollmill
 from rollmill.errors import RollmillError
+from rollmill.sandboxes.metrics import CONTENT_TYPE
 from rollmill.sandboxes.service.control import ControlFace
 from rollmill.sandboxes.service.exchange import sandbox_id_of
 from rollmill.sandboxes.service.file_face import FileFace
@@ -36,14 +38,24 @@ class ServiceApp(Starlette):
         node: its sandboxes.
         token: of the control API.
         domain: what callers are told to reach sandboxes by, `None` where they name the address themselves.
+        metrics: makes the page for Prometheus; `None`: there is none.
     """
 
-    def __init__(self, node: Node, *, token: str, domain: str | None = None) -> None:
-        self._node = node
+    def __init__(
+        self,
+        node: Node,
+        *,
+        token: str,
+        domain: str | None = None,
+        metrics: Callable[[], Awaitable[bytes]] | None = None,
+    ) -> None:
+        self._node, self._metrics = node, metrics
+        control = ControlFace(node, token=token, domain=domain)
         super().__init__(
             routes=[
                 Route("/health", self._health),
-                *ControlFace(node, token=token, domain=domain).routes(),
+                Route("/metrics", control.guarded(self._show_metrics)),
+                *control.routes(),
                 *ProcessFace(node).routes(),
                 *FileFace(node).routes(),
             ],
@@ -62,6 +74,11 @@ class ServiceApp(Starlette):
             return Response(f'{{"version":"{rollmill.__version__}","sandboxes":{len(served)}}}')
         await self._node.check_runs(sandbox_id)
         return Response(status_code=204)
+
+    async def _show_metrics(self, request: Request) -> Response:
+        if self._metrics is None:
+            raise HttpProblem(404, "this service was started without metrics")
+        return Response(await self._metrics(), media_type=CONTENT_TYPE)
 
     async def _fail(self, request: Request, error: Any) -> Response:
         return http_answer(error)

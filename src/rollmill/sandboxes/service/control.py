@@ -67,9 +67,11 @@ class ControlFace:
             ("DELETE", "/templates/{name:path}", self._delete_template),
             ("POST", "/v3/templates", self._no_build),
         ]
-        return [Route(path, self._guarded(handler), methods=[method]) for method, path, handler in table]
+        return [Route(path, self.guarded(handler), methods=[method]) for method, path, handler in table]
 
-    def _guarded(self, handler: Handler) -> Handler:
+    def guarded(self, handler: Handler) -> Handler:
+        """Return a handler for callers with the token, whose errors are answers."""
+
         async def endpoint(request: Request) -> Response:
             try:
                 self._check_token(request)

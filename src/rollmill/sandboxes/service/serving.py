@@ -13,7 +13,7 @@ import contextlib
 import importlib.util
 import ipaddress
 import socket
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
 from rollmill.errors import ConfigError, MissingExtraError
@@ -100,7 +100,12 @@ def check_serving() -> None:
 
 
 async def serve_node(
-    node: Node, *, listen: Listen, stop: asyncio.Event, on_bound: Callable[[str], None] | None = None
+    node: Node,
+    *,
+    listen: Listen,
+    stop: asyncio.Event,
+    on_bound: Callable[[str], None] | None = None,
+    metrics: Callable[[], Awaitable[bytes]] | None = None,
 ) -> None:
     """Serve a node until `stop` is set; its sandboxes are the node's to end.
 
@@ -109,6 +114,7 @@ async def serve_node(
         listen: where.
         stop: ends it.
         on_bound: gets the URL once calls are answered.
+        metrics: makes the page `/metrics`; without it there is none.
 
     Raises:
         ConfigError: if the address cannot be bound.
@@ -120,7 +126,7 @@ async def serve_node(
     check_serving()
     from rollmill.sandboxes.service.app import ServiceApp
 
-    app = ServiceApp(node, token=listen.token, domain=listen.domain)
+    app = ServiceApp(node, token=listen.token, domain=listen.domain, metrics=metrics)
     with contextlib.closing(_bound(listen)) as listener:
         server = _server(app, node.settings)
         await server.startup(sockets=[listener])
