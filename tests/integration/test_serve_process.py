@@ -12,15 +12,25 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
-from generator_builders import canary_for, llama, random_model, reference_logprobs, request, tensors_of
-from rollmill.errors import WeightError
+from generator_builders import (
+    adapter_for,
+    canary_for,
+    llama,
+    merged_model,
+    random_model,
+    reference_logprobs,
+    request,
+    tensors_of,
+)
+from rollmill.errors import ModelError, WeightError
 from rollmill.generator.client import GeneratorClient, open_channel
 from rollmill.generator.proto import policy_inference_pb2 as pb
 from rollmill.generator.proto import policy_inference_pb2_grpc as pb_grpc
-from rollmill.types import SamplingParams, StopReason
+from rollmill.types import Adapter, SamplingParams, StopReason, Turn
 from rollmill.weights.prepare import prepare
 from rollmill.weights.repository import LocalModelRepository
 from service_builders import until_running
@@ -222,3 +232,66 @@ def _servable(folder: Path, model: Any) -> Path:
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         (folder / name).write_bytes((prepared / name).read_bytes())
     return folder
+
+
+@pytest.mark.slow
+async def test_a_replica_serves_the_adapters_of_two_runs_and_leaves_no_kv_on_the_disk_when_it_is_killed(tmp_path):
+    base = random_model(llama(vocab_size=128), seed=1)
+    pairs = {seed: adapter_for(base, seed=seed) for seed in (11, 12, 13)}
+    settings: dict[str, Adapter] = {}
+
+    def publish(run: str, seed: int) -> int:
+        repository = LocalModelRepository(tmp_path / run / "weights", transport="file")
+        settings[run] = Adapter(base_digest=repository.put_base(tensors_of(base)), rank=2, alpha=3.0)
+        return repository.publish(
+            pairs[seed],
+            optimizer_step=0,
+            parent=None,
+            history_id="h",
+            training_dtype="float32",
+            canary=canary_for(merged_model(base, pairs[seed], settings=settings[run])),
+            at_s=0.0,
+            adapter=settings[run],
+        ).policy_version
+
+    publish("maths", 11)
+    publish("tools", 12)
+    chosen = {
+        "max_model_len": "128",
+        "kv_cache_memory_bytes": str(16 * 2048),  # 8 blocks, and as many for scores
+        "host_kv_bytes": "1000000",
+        "host_kv_directory": json.dumps(str(tmp_path / "kv")),
+    }
+    arguments = ["--model", str(_servable(tmp_path / "model", base)), "--no-http"]
+    arguments += [part for key, value in chosen.items() for part in ("--set", f"generator.{key}={value}")]
+    arguments += [part for run in ("maths", "tools") for part in ("--adapter", f"{run}={tmp_path / run}")]
+    async with serving(*arguments) as process:
+        client = GeneratorClient(process.said["grpc"])
+
+        async def ask(adapter: str, ids: list[int], session_id: str = "") -> Turn:
+            asked = request(f"{adapter}-{len(ids)}-{session_id}", ids, seed=4)
+            return await client.generate(msgspec.structs.replace(asked, adapter=adapter, session_id=session_id))
+
+        turns = {(name, seed): await ask(name, [1, 2, 3]) for name, seed in (("maths", 11), ("tools", 12), ("", 0))}
+        with pytest.raises(ModelError, match="adapter 'x' is unknown here; known are 'maths', 'tools'"):
+            await ask("x", [1, 2, 3])
+        assert publish("maths", 13) == 2
+        report = await client.load_weights(0, deadline_s=20, adapter="maths")
+        turns["maths", 13] = await ask("maths", [1, 2, 3, 4])
+        first = await ask("tools", list(range(1, 61)), "s")
+        await ask("", list(range(1, 121)))  # takes all blocks
+        turns["tools", 12] = await ask("tools", [*first.prompt_ids, *first.output_ids, 5], "s")
+        status = await client.status()
+        await client.close()
+        process.tell(signal.SIGKILL)
+        await process.ended()
+    assert process.said["adapters"] == {"maths": 1, "tools": 1}
+    assert (report.policy_version, report.changed, report.pause_s) == (2, True, 0.0)
+    assert {one.name: one.policy_version for one in status.adapters} == {"maths": 2, "tools": 1}
+    assert status.host_kv is not None
+    assert status.host_kv.hits + status.host_kv.misses == 2
+    assert status.host_kv.stored_bytes > 0
+    assert list((tmp_path / "kv").iterdir()) == []
+    for (name, seed), got in turns.items():
+        model = merged_model(base, pairs[seed], settings=settings[name]) if name else base
+        np.testing.assert_allclose(got.behavior_logprobs, reference_logprobs(model, got, SamplingParams()), atol=3e-4)

@@ -167,9 +167,10 @@ class AdapterLoader:
     def _source(self, name: str) -> AdapterSource:
         source = self._sources.get(name)
         if source is None:
+            shown, known = name[:256], ", ".join(map(repr, self._sources))
             raise ModelError(
-                f"adapter {name!r} is unknown here; known are {', '.join(map(repr, self._sources))}. Start the replica "
-                f"with --adapter {name}=DIR, or ask one that has it"
+                f"adapter {shown!r} is unknown here; known are {known}. Start the replica with --adapter {shown}=DIR, or "
+                "ask one that has it"
             )
         return source
 
