@@ -26,7 +26,7 @@ class ImageLimits(Record, frozen=True, kw_only=True):
         total_bytes: content of all its files, unpacked.
         file_bytes: content of one file.
         inodes: entries of all its layers; each costs an inode of the store's disk.
-        layers: overlays take one page of options, about 150 layers; each layer costs every start some 0.1 ms.
+        layers: overlays take one page of options, about 150 layers; each layer costs every start some 0.25 ms.
         ratio: unpacked bytes for each packed one, beyond the first 64 MiB; ordinary layers have 2 to 10.
         document_bytes: one JSON document of an image.
         setuid: `clear` the bits of setuid and setgid programs (they have no effect in a sandbox, and would have one on
