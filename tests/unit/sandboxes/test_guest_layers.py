@@ -6,7 +6,7 @@ import stat
 
 import pytest
 
-from rollmill.sandboxes.guest.layers import DEEPEST, is_whiteout, lay
+from rollmill.sandboxes.guest.layers import is_whiteout, lay, remove
 
 
 def whiteout(path):
@@ -164,17 +164,42 @@ def test_extended_attributes_are_kept_and_the_overlays_own_are_not(upper, lower)
     assert os.listxattr(lower / "f") == ["user.mine"]
 
 
-def test_directories_nested_too_deep_are_refused(upper, lower):
-    at = os.open(upper, os.O_RDONLY)
-    for _ in range(DEEPEST + 2):
-        os.mkdir("d", dir_fd=at)
-        inner = os.open("d", os.O_RDONLY, dir_fd=at)
+def nest(directory, *, depth):
+    """Make a chain of directories that is deeper than a path can name, with two names of one file at its ends."""
+    (directory / "first").write_bytes(b"deep")
+    at = os.open(directory, os.O_RDONLY)
+    for _ in range(depth):
+        os.mkdir("d" * 50, dir_fd=at)
+        inner = os.open("d" * 50, os.O_RDONLY, dir_fd=at)
         os.close(at)
         at = inner
+    top = os.open(directory, os.O_RDONLY)
+    os.link("first", "last", src_dir_fd=top, dst_dir_fd=at)
+    os.close(top)
     os.close(at)
-    with pytest.raises(OSError, match="nested deeper") as raised:
-        laid(upper, lower)
-    assert raised.value.errno == errno.ENAMETOOLONG
+
+
+def count(directory):
+    depth, at = 0, os.open(directory, os.O_RDONLY)
+    while (names := [name for name in os.listdir(at) if name.startswith("d")]) != []:
+        inner = os.open(names[0], os.O_RDONLY, dir_fd=at)
+        os.close(at)
+        at, depth = inner, depth + 1
+    linked = os.stat("last", dir_fd=at).st_nlink
+    os.close(at)
+    return depth, linked
+
+
+def test_no_depth_is_too_deep_to_be_laid_or_removed(upper, lower):
+    nest(upper, depth=1500)
+    laid(upper, lower)
+    laid(upper, lower)  # once more over what is there
+    assert count(lower) == (1500, 2)
+    for directory in (upper, lower):
+        at = os.open(directory, os.O_RDONLY)
+        remove("d" * 50, at)
+        os.close(at)
+        assert os.listdir(directory) == ["first"]
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")

@@ -27,6 +27,7 @@ from rollmill.sandboxes.guest.layers import lay, remove
 GO = b"go"
 _PLACE = "/tmp"  # in this namespace only
 _MOST_REQUEST_BYTES = 256 * 1024
+_MOST_DESCRIPTORS = 128
 # Beyond what is merged: the directories above it, and rounding.
 _SPARE_BYTES, _SPARE_INODES = 1024 * 1024, 256
 Answer = tuple[dict[str, Any], list[int]]
@@ -48,7 +49,7 @@ class Keeper:
         kernel.mount("layers", _PLACE, kind="tmpfs", flags=MS_NOSUID | MS_NODEV, data="size=1m,nr_inodes=0,mode=700")
         while True:
             try:
-                message, descriptors, _, _ = socket.recv_fds(self._zygote, _MOST_REQUEST_BYTES, 4)
+                message, descriptors, _, _ = socket.recv_fds(self._zygote, _MOST_REQUEST_BYTES, _MOST_DESCRIPTORS)
             except ConnectionError:
                 return
             if not message:
@@ -73,9 +74,8 @@ class Keeper:
         given: list[int] = []
         try:
             answer, given = act(self, request, descriptors)
-        except (OSError, RecursionError) as error:
-            number = error.errno if isinstance(error, OSError) else 0
-            answer = {"errno": number or 0, "message": str(error)}
+        except OSError as error:
+            answer = {"errno": error.errno or 0, "message": str(error)}
         text = json.dumps({"op": "kept", "n": request["n"], **answer}).encode()
         try:
             socket.send_fds(self._zygote, [text], given)
@@ -144,6 +144,15 @@ class Keeper:
             _let_go(place)
             raise
 
+    def _join(self, request: dict[str, Any], descriptors: list[int]) -> Answer:
+        """Make one layer of several of a disk, the uppermost first; the last directory is to hold it."""
+        *sources, target = (f"/proc/self/fd/{one}" for one in descriptors)
+        os.mkdir(f"{target}/up", 0o755)
+        for source in reversed(sources):
+            _lay_layer(f"{source}/up", f"{target}/up")
+        kernel.sync_file_system(descriptors[-1])
+        return {}, []
+
     def _store(self, request: dict[str, Any], descriptors: list[int]) -> Answer:
         """Copy a layer into a directory of a disk, and see that it is written."""
         target = f"/proc/self/fd/{descriptors[0]}"
@@ -159,6 +168,7 @@ class Keeper:
     _slow: dict[str, Callable[[Keeper, dict[str, Any], list[int]], Answer]] = {  # noqa: RUF012
         "drop": _drop,
         "merge": _merge,
+        "join": _join,
         "store": _store,
     }
 

@@ -1,7 +1,8 @@
 """Laying one layer of an overlay over another, as files: how chains of snapshots are made short, and stored on disk.
 
 What is copied was written by a sandbox. So nothing is reached by a path: each directory is opened below the one before
-it, and no link is followed. Nobody writes to either side meanwhile.
+it, and no link is followed. Nobody writes to either side meanwhile, so that `..` leads back to where one came from, and
+no depth takes more than a few descriptors.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ import errno
 import os
 import stat
 
-DEEPEST = 200
 _OPAQUE, _PRIVATE = "user.overlay.opaque", "user.overlay."
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _COPY_BYTES = 8 * 1024 * 1024
@@ -27,9 +27,9 @@ def lay(source: int, target: int) -> None:
         target: descriptor of the directory of the lower one, empty for a plain copy.
 
     Raises:
-        OSError: if there is no room (ENOSPC), or directories are nested deeper than `DEEPEST` (ENAMETOOLONG).
+        OSError: if there is no room (ENOSPC).
     """
-    _Laying(target).directory(source, target, path="", depth=0)
+    _Laying(target).run(source)
 
 
 def is_whiteout(found: os.stat_result) -> bool:
@@ -39,64 +39,94 @@ def is_whiteout(found: os.stat_result) -> bool:
 
 class _Laying:
     def __init__(self, target: int) -> None:
-        self._target = target
-        self._first_names: dict[tuple[int, int], str] = {}
+        self._root = target
+        self._path: list[str] = []
+        self._first_names: dict[tuple[int, int], tuple[str, ...]] = {}
 
-    def directory(self, source: int, target: int, *, path: str, depth: int) -> None:
-        if depth > DEEPEST:
-            raise OSError(errno.ENAMETOOLONG, f"directories are nested deeper than {DEEPEST}")
-        for name in os.listdir(source):
-            found = os.stat(name, dir_fd=source, follow_symlinks=False)
-            inner = f"{path}/{name}" if path else name
-            if stat.S_ISDIR(found.st_mode):
-                self._inner_directory(source, target, name=name, path=inner, depth=depth)
-            else:
-                self._other(source, target, name=name, path=inner, found=found)
-        _copy_attributes(source, target)
-
-    def _inner_directory(self, source: int, target: int, *, name: str, path: str, depth: int) -> None:
-        upper = os.open(name, _DIRECTORY, dir_fd=source)
+    def run(self, source: int) -> None:
+        upper, lower = os.dup(source), os.dup(self._root)
+        names = [os.listdir(upper)]
         try:
-            before = _stat(name, target)
-            hides = before is not None and (not stat.S_ISDIR(before.st_mode) or _is_opaque(upper))
-            if hides:
-                remove(name, target)
-            if hides or before is None:
-                os.mkdir(name, 0o700, dir_fd=target)
-            lower = os.open(name, _DIRECTORY, dir_fd=target)
-            try:
-                if hides:
-                    # What was below the removed entry must not come through again.
-                    os.setxattr(lower, _OPAQUE, b"y")
-                self.directory(upper, lower, path=path, depth=depth + 1)
-            finally:
-                os.close(lower)
+            while names:
+                if names[-1]:
+                    name = names[-1].pop()
+                    found = os.stat(name, dir_fd=upper, follow_symlinks=False)
+                    if not stat.S_ISDIR(found.st_mode):
+                        self._other(upper, lower, name=name, found=found)
+                        continue
+                    _make_directory(upper, lower, name)
+                    upper, lower = _go(upper, name), _go(lower, name)
+                    self._path.append(name)
+                    names.append(os.listdir(upper))
+                    continue
+                _copy_attributes(upper, lower)
+                names.pop()
+                if names:
+                    self._path.pop()
+                    upper, lower = _go(upper, ".."), _go(lower, "..")
         finally:
             os.close(upper)
+            os.close(lower)
 
-    def _other(self, source: int, target: int, *, name: str, path: str, found: os.stat_result) -> None:
-        if _stat(name, target) is not None:
-            remove(name, target)
-        if found.st_nlink > 1 and not is_whiteout(found) and self._link(target, name=name, path=path, found=found):
+    def _other(self, upper: int, lower: int, *, name: str, found: os.stat_result) -> None:
+        if _stat(name, lower) is not None:
+            remove(name, lower)
+        if found.st_nlink > 1 and not is_whiteout(found) and self._link(lower, name=name, found=found):
             return
         if stat.S_ISREG(found.st_mode):
-            _copy_file(source, target, name=name)
+            _copy_file(upper, lower, name=name)
             return
         if stat.S_ISLNK(found.st_mode):
-            os.symlink(os.readlink(name, dir_fd=source), name, dir_fd=target)
+            os.symlink(os.readlink(name, dir_fd=upper), name, dir_fd=lower)
         elif stat.S_ISFIFO(found.st_mode) or stat.S_ISSOCK(found.st_mode) or is_whiteout(found):
-            os.mknod(name, found.st_mode, found.st_rdev, dir_fd=target)
+            os.mknod(name, found.st_mode, found.st_rdev, dir_fd=lower)
         else:
             raise OSError(errno.EPERM, f"a device ({found.st_rdev:#x}) is in a layer, where none can be made")
-        _own(target, name, found)
+        _own(lower, name, found)
 
-    def _link(self, target: int, *, name: str, path: str, found: os.stat_result) -> bool:
+    def _link(self, lower: int, *, name: str, found: os.stat_result) -> bool:
         """Make a further name of a file that was copied before; `False` for the first one."""
-        first = self._first_names.setdefault((found.st_dev, found.st_ino), path)
-        if first == path:
+        here = (*self._path, name)
+        *above, first = self._first_names.setdefault((found.st_dev, found.st_ino), here)
+        if (*above, first) == here:
             return False
-        os.link(first, name, src_dir_fd=self._target, dst_dir_fd=target, follow_symlinks=False)
+        directory = os.dup(self._root)
+        for one in above:
+            directory = _go(directory, one)
+        try:
+            os.link(first, name, src_dir_fd=directory, dst_dir_fd=lower, follow_symlinks=False)
+        finally:
+            os.close(directory)
         return True
+
+
+def _go(directory: int, name: str) -> int:
+    """Return the descriptor of a neighbour, in place of this one."""
+    try:
+        return os.open(name, _DIRECTORY, dir_fd=directory)
+    finally:
+        os.close(directory)
+
+
+def _make_directory(upper: int, lower: int, name: str) -> None:
+    """See that the target has a directory of this name; what it must hide is removed, and hidden from below too."""
+    before = _stat(name, lower)
+    if before is not None and stat.S_ISDIR(before.st_mode):
+        source = os.open(name, _DIRECTORY, dir_fd=upper)
+        try:
+            if not _is_opaque(source):
+                return
+        finally:
+            os.close(source)
+    if before is not None:
+        remove(name, lower)
+    os.mkdir(name, 0o700, dir_fd=lower)
+    if before is not None:
+        made = os.open(name, _DIRECTORY, dir_fd=lower)
+        try:
+            os.setxattr(made, _OPAQUE, b"y")
+        finally:
+            os.close(made)
 
 
 def _stat(name: str, directory: int) -> os.stat_result | None:
@@ -116,18 +146,39 @@ def _is_opaque(directory: int) -> bool:
 
 
 def remove(name: str, directory: int) -> None:
-    """Remove an entry of a directory, and what is below it; no link is followed."""
+    """Remove an entry of a directory, and what is below it at any depth; no link is followed."""
     try:
         os.unlink(name, dir_fd=directory)
         return
     except IsADirectoryError:
-        inner = os.open(name, _DIRECTORY, dir_fd=directory)
+        here = os.open(name, _DIRECTORY, dir_fd=directory)
+    path: list[str] = []
     try:
-        for one in os.listdir(inner):
-            remove(one, inner)
+        left = [_remove_files(here)]
+        while left:
+            if left[-1]:
+                path.append(left[-1].pop())
+                here = _go(here, path[-1])
+                left.append(_remove_files(here))
+                continue
+            left.pop()
+            if path:
+                here = _go(here, "..")
+                os.rmdir(path.pop(), dir_fd=here)
     finally:
-        os.close(inner)
+        os.close(here)
     os.rmdir(name, dir_fd=directory)
+
+
+def _remove_files(directory: int) -> list[str]:
+    """Remove what is no directory; return the names of the directories that are left."""
+    left = []
+    for name in os.listdir(directory):
+        try:
+            os.unlink(name, dir_fd=directory)
+        except IsADirectoryError:
+            left.append(name)
+    return left
 
 
 def _copy_file(source: int, target: int, *, name: str) -> None:

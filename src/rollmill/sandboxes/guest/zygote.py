@@ -116,7 +116,7 @@ class Zygote:
             self._create(order, descriptors, [])
         elif order["op"] == "hold":
             self._hold(order)
-        elif order["op"] in ("drop", "merge", "store"):
+        elif order["op"] in ("drop", "merge", "join", "store"):
             self._pass_on(order)
         elif order["op"] == "kill":
             self._parked.discard(order["id"])
@@ -151,8 +151,8 @@ class Zygote:
         """Let the keeper do something, and its answer be heard by the owner."""
         given: list[int] = []
         try:
-            if "directory" in order:
-                given.append(os.open(order["directory"], os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
+            for directory in order.get("directories", ()):
+                given.append(os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))  # noqa: PERF401
             self._ask_keeper(order, lambda answer, _: self._say({**answer, "n": order["n"]}), given)
         except OSError as error:
             self._say({"op": "kept", "n": order["n"], "errno": error.errno or 0, "message": str(error)})

@@ -19,7 +19,6 @@ import msgspec
 from rollmill.errors import ConfigError, SandboxError
 from rollmill.sandboxes.backends.namespaces.snapshot_book import Kept, Layer
 from rollmill.sandboxes.disk_records import check_id
-from rollmill.sandboxes.guest.layers import lay
 from rollmill.sandboxes.reaper import Reaper
 from rollmill.sandboxes.records import Record
 
@@ -102,24 +101,6 @@ class SnapshotDisk:
         """Discard what was copied so far."""
         self._reaper.discard(self._layers / f"{layer_id}.part")
 
-    def merge(self, chain: tuple[str, ...], *, layer_id: str) -> None:
-        """Make one layer of several, the uppermost first.
-
-        Raises:
-            OSError: if there is no room, or directories are nested too deep.
-        """
-        target = Path(self.begin(layer_id))
-        try:
-            (target / "up").mkdir(mode=0o755)
-            for one in reversed(chain):
-                for source in sorted((self._layers / one / "up").iterdir()):
-                    _lay(source, target / "up" / source.name)
-            os.sync()
-            self.finish(layer_id)
-        except BaseException:
-            self.give_up(layer_id)
-            raise
-
     def write(self, manifest: Manifest) -> None:
         """Write a snapshot's file; after this the snapshot outlives this process."""
         path = self._manifests / f"{check_id(manifest.kept.ref.snapshot_id)}.json"
@@ -139,16 +120,6 @@ class SnapshotDisk:
     def discard(self, layer_id: str) -> None:
         """Let go of a layer. A sandbox that is above it must have ended."""
         self._reaper.discard(self._layers / layer_id)
-
-
-def _lay(source: Path, target: Path) -> None:
-    target.mkdir(exist_ok=True)
-    upper, lower = os.open(source, _DIRECTORY | os.O_NOFOLLOW), os.open(target, _DIRECTORY | os.O_NOFOLLOW)
-    try:
-        lay(upper, lower)
-    finally:
-        os.close(upper)
-        os.close(lower)
 
 
 def _sync(directory: Path) -> None:

@@ -21,6 +21,7 @@ from rollmill.sandboxes.backends.namespaces.settings import NamespaceSettings
 from rollmill.sandboxes.backends.namespaces.snapshot_book import Kept, Layer, SnapshotBook
 from rollmill.sandboxes.backends.namespaces.snapshot_disk import Manifest, SnapshotDisk
 
+_MAKES = ("hold", "merge")  # layers in memory
 _LEAST_BYTES, _LEAST_INODES = 1024**2, 512
 
 
@@ -42,8 +43,12 @@ class Snapshots:
         self._disk: SnapshotDisk | None = None
         if settings.snapshot_directory is not None:
             self._disk = SnapshotDisk(settings.snapshot_directory)
-            for manifest in self._disk.read_all():
-                self.book.keep(manifest.kept, layers=manifest.layers)
+            try:
+                for manifest in self._disk.read_all():
+                    self.book.keep(manifest.kept, layers=manifest.layers)
+            except BaseException:
+                self._disk.close()
+                raise
 
     @property
     def durable(self) -> bool:
@@ -112,33 +117,35 @@ class Snapshots:
         return tuple(one.layer_id for one in layers), layers[: max(1, len(stored))]
 
     async def _store(self, disk: SnapshotDisk, layer: Layer) -> Layer:
+        """Copy a layer from memory to the disk."""
+        layer_id = await self._on_disk(disk, {"op": "store", "layer": layer.layer_id}, sources=())
+        return msgspec.structs.replace(layer, layer_id=layer_id, on_disk=True)
+
+    async def _merge(self, layers: list[Layer]) -> Layer:
+        """Make one layer of several, the uppermost first; all of them are in the same place."""
+        chain = tuple(one.layer_id for one in layers)
+        disk_bytes, inodes = sum(one.disk_bytes for one in layers), sum(one.inodes for one in layers)
+        if self._disk is not None:
+            layer_id = await self._on_disk(self._disk, {"op": "join", "layer": chain[0]}, sources=chain)
+            return Layer(layer_id=layer_id, disk_bytes=disk_bytes, inodes=inodes, on_disk=True)
+        layer_id = self._new_id()
+        order = {"op": "merge", "layer": layer_id, "layers": chain, "bytes": disk_bytes, "inodes": inodes}
+        answer = await self._ask(order, limit_s=self._settings.store_s)
+        return Layer(layer_id=layer_id, disk_bytes=answer["bytes"], inodes=answer["inodes"])
+
+    async def _on_disk(self, disk: SnapshotDisk, order: dict[str, Any], *, sources: Sequence[str]) -> str:
+        """Have a layer of the disk made by the keeper, which may read what a sandbox has closed to this user."""
         loop = asyncio.get_running_loop()
         layer_id = self._new_id()
         target = await loop.run_in_executor(None, disk.begin, layer_id)
-        order = {"op": "store", "layer": layer.layer_id, "directory": target}
         try:
+            order = {**order, "directories": [*map(disk.path, sources), target]}
             await self._ask(order, limit_s=self._settings.store_s)
             await loop.run_in_executor(None, disk.finish, layer_id)
         except BaseException:
             await loop.run_in_executor(None, disk.give_up, layer_id)
             raise
-        return msgspec.structs.replace(layer, layer_id=layer_id, on_disk=True)
-
-    async def _merge(self, layers: list[Layer]) -> Layer:
-        """Make one layer of several, the uppermost first; all of them are in the same place."""
-        layer_id = self._new_id()
-        chain = tuple(one.layer_id for one in layers)
-        disk_bytes, inodes = sum(one.disk_bytes for one in layers), sum(one.inodes for one in layers)
-        if self._disk is None:
-            order = {"op": "merge", "layer": layer_id, "layers": chain, "bytes": disk_bytes, "inodes": inodes}
-            answer = await self._ask(order, limit_s=self._settings.store_s)
-            return Layer(layer_id=layer_id, disk_bytes=answer["bytes"], inodes=answer["inodes"])
-        disk = self._disk
-        try:
-            await asyncio.get_running_loop().run_in_executor(None, lambda: disk.merge(chain, layer_id=layer_id))
-        except OSError as error:
-            raise _refused(error.errno or 0, str(error)) from error
-        return Layer(layer_id=layer_id, disk_bytes=disk_bytes, inodes=inodes, on_disk=True)
+        return layer_id
 
     def drop(self, layers: Sequence[Layer]) -> None:
         """Let go of layers that nobody holds; their space is freed beside everything else."""
@@ -204,7 +211,7 @@ class Snapshots:
                 "store_s, or lower limits.inodes and limits.disk_bytes."
             ) from None
         finally:
-            if self._waiting.pop(number, None) is not None and not future.done():
+            if self._waiting.pop(number, None) is not None and not future.done() and order["op"] in _MAKES:
                 self._late[number] = order["layer"]  # if it comes about after all, nobody holds it
         if "errno" in answer:
             raise _refused(answer["errno"], f"it was not possible {what}: {answer['message']}")
