@@ -112,6 +112,8 @@ def plain_directory() -> Iterator[str]:
     [
         "contract/test_sandbox_contract.py",
         "integration/test_sandbox_abuse.py",
+        "integration/test_sandbox_image_build.py",
+        "integration/test_sandbox_image_store.py",
         "integration/test_sandbox_watchdog.py",
     ],
 )

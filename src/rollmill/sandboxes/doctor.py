@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import os
 import platform
+import tempfile
+from pathlib import Path
 
 from rollmill.errors import RollmillError
 from rollmill.sandboxes.backends.namespaces import NamespaceProvider, NamespaceSettings
 from rollmill.sandboxes.backends.namespaces.settings import IDS_PER_SANDBOX
 from rollmill.sandboxes.guest.setup import OWNERS_NOT_MAPPED
+from rollmill.sandboxes.images import erofs
 from rollmill.sandboxes.isolation import WORDS, IsolationLevel, Protection, known, level_of
 from rollmill.sandboxes.records import Lease, Record, SandboxSpec
 
@@ -109,4 +112,13 @@ def _notes(settings: NamespaceSettings, words: tuple[str, ...]) -> tuple[str, ..
         notes.append(
             "The file system of the host's directories cannot map owners: inside, their files cannot be changed."
         )
+    notes.append(_form_of_images())
     return tuple(notes)
+
+
+def _form_of_images() -> str:
+    with tempfile.TemporaryDirectory() as scratch:
+        why_not = erofs.missing(Path(scratch))
+    if why_not:
+        return f"Images are kept as unpacked trees; one erofs file for each layer does not work here: {why_not}."
+    return "Images are kept as one erofs file for each layer, mounted while it is used."
