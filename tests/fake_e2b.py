@@ -201,7 +201,9 @@ class FakeE2B:
         if process is None:
             return answer_json({"code": "not_found", "message": "process not found"}, 404)
         if method == "SendInput":
-            await process.write_stdin(base64.b64decode(body["input"]["stdin"]))
+            await process.write_stdin(base64.b64decode(body["input"]["pty" if process.terminal else "stdin"]))
+        elif method == "Update":
+            await process.resize(body["pty"]["size"]["rows"], body["pty"]["size"]["cols"])
         elif method == "CloseStdin":
             await process.close_stdin()
         elif method == "SendSignal":
@@ -219,12 +221,14 @@ class FakeE2B:
                 user=user,
                 timeout_s=int(timeout_ms) / 1000 if timeout_ms else None,
                 output_cap_bytes=GIB,
+                pty=(message["pty"]["size"]["rows"], message["pty"]["size"]["cols"]) if "pty" in message else None,
             )
         except SandboxUnsupported as error:
             return self._stream(_failed("unauthenticated", f"error looking up user: {error}"))
         except SandboxError as error:
             return self._stream(_failed("internal", str(error)))
         machine.processes[process.pid] = process
+        process.terminal = "pty" in message
         if not message.get("stdin", True):
             await process.close_stdin()
         return self._stream(self._events(machine, process))
@@ -236,6 +240,7 @@ class FakeE2B:
         yield _message({"event": {"start": {"pid": process.pid}}})
         try:
             async for stream, data in process.output():
+                stream = "pty" if process.terminal else stream
                 yield _message({"event": {"data": {stream: base64.b64encode(data).decode()}}})
             result = await process.wait()
         except SandboxDead:

@@ -6,9 +6,11 @@ from collections.abc import Iterator
 
 import pytest
 from test_sandbox_contract import *  # noqa: F403
+from test_sandbox_state_contract import *  # noqa: F403
 
 from adapter_rigs import OPENERS, AdapterRig, adapter_rig
-from rollmill.sandboxes import Provider
+from rollmill.errors import SandboxUnsupported
+from rollmill.sandboxes import Lease, Provider
 from sandbox_builders import RealRig, new_id, real_rig, start, why_no_namespaces
 
 pytestmark = pytest.mark.integration
@@ -33,6 +35,50 @@ def rig(
         yield rig
     left = [one for one in engine.runner.run(engine.provider.list()) if one.death is None]
     assert left == [], "closing the provider left sandboxes at its vendor"
+
+
+NEEDS = {
+    "sessions": ("session", "a_line_", "a_shell_"),
+    "terminals": ("terminal",),
+    "files_snapshot": ("snapshot", "fork", "restor"),
+}
+"""What in a test's name tells that it is about something that not every backend has."""
+
+FOR_ALL = ("test_a_sandbox_that_has_ended_takes_no_snapshot", "test_what_a_backend_cannot")
+
+
+@pytest.fixture(autouse=True)
+def only_what_the_backend_has(request: pytest.FixtureRequest, rig: AdapterRig) -> None:
+    name = request.node.originalname
+    if name.startswith(FOR_ALL):
+        return
+    for capability, words in NEEDS.items():
+        if any(word in name for word in words) and not getattr(rig.provider.driver.capabilities, capability):
+            pytest.skip(f"{rig.provider.driver.product} has not: {capability}")
+
+
+def test_what_a_backend_cannot_do_is_refused_by_the_capabilitys_name_and_harms_nothing(rig):
+    async def body(provider: Provider) -> None:
+        has = await provider.capabilities()
+        sandbox = await start(provider)
+        calls = {
+            "sessions": sandbox.open_session,
+            "files_snapshot": lambda: sandbox.snapshot(id=new_id()),
+            "fork": lambda: sandbox.fork([new_id()], lease=Lease(owner="test")),
+            "terminals": lambda: sandbox.start_process(["true"], pty=(24, 80)),
+            "pause": sandbox.pause,
+            "fast_python": lambda: sandbox.run_python("print(1)"),
+        }
+        for capability, call in calls.items():
+            if not getattr(has, capability):
+                with pytest.raises(SandboxUnsupported) as raised:
+                    await call()
+                assert raised.value.capability == capability
+        assert (await sandbox.exec(["true"])).exit_code == 0
+        assert await provider.snapshots() == ()
+        await sandbox.kill()
+
+    rig.run(body)
 
 
 def test_another_provider_finds_a_sandbox_by_its_id_and_uses_it(rig):

@@ -14,11 +14,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rollmill.errors import ImageError, SandboxError, SandboxRetryable
-from rollmill.sandboxes.backends.hosted.driver import Found, Gone
+from rollmill.sandboxes.backends.hosted.driver import Found, Gone, Ran
 from rollmill.sandboxes.backends.hosted.jobs import JobGuest, apart, parted
 from rollmill.sandboxes.backends.hosted.provider import HostedProvider
 from rollmill.sandboxes.backends.hosted.settings import CLAIMS, HostedSettings
-from rollmill.sandboxes.backends.hosted.shell import Ran, argv_of
+from rollmill.sandboxes.backends.hosted.shell import argv_of
 from rollmill.sandboxes.backends.http import CutOff, Refused, VendorHttp, token_of
 from rollmill.sandboxes.isolation import IsolationLevel, Protection
 from rollmill.sandboxes.lifecycle import death
@@ -62,7 +62,7 @@ class DaytonaSettings(HostedSettings, frozen=True, kw_only=True):
     snapshot: str = ""
     target: str = ""
     isolation: IsolationLevel = IsolationLevel.HARDENED
-    scratch: str = "/tmp/.rollmill"
+    scratch: str = "/var/tmp/.rollmill"
     wait_s: float = 2.0
     idle_s: float = 1.0
 

@@ -11,8 +11,8 @@ from typing import Any
 
 from rollmill.errors import SandboxError, SandboxExhausted, SandboxUnsupported
 from rollmill.sandboxes.backends.docker.hijack import Hijacked
-from rollmill.sandboxes.backends.hosted.driver import Command, Exit, Gone, Lost, Output
-from rollmill.sandboxes.backends.hosted.shell import SIGNAL, Ran, ShellFiles, launched, signal_name
+from rollmill.sandboxes.backends.hosted.driver import Command, Exit, Gone, Lost, Output, Ran
+from rollmill.sandboxes.backends.hosted.shell import SIGNAL, ShellFiles, launched, signal_name
 from rollmill.sandboxes.backends.hosted.streams import run_script
 from rollmill.sandboxes.backends.http import CutOff, Refused, VendorHttp
 from rollmill.sandboxes.records import FileInfo, Usage
@@ -116,6 +116,9 @@ class ExecProcess:
         """End its input."""
         self._connection.end_input()
 
+    async def resize(self, rows: int, columns: int) -> None:
+        """Never called: there are no terminals."""
+
     async def signal(self, number: int) -> None:
         """Signal its group, by a script."""
         await run_script(self._guest, SIGNAL, signal_name(number), str(self.pid))
@@ -140,7 +143,7 @@ class ContainerGuest:
         self._socket = socket
         self._container = container
         self._disks = disks
-        self._files = ShellFiles(self._run)
+        self._files = ShellFiles(self.run_script)
 
     async def start(self, command: Command) -> ExecProcess:
         """Start a program, and wait until it has begun."""
@@ -196,13 +199,14 @@ class ContainerGuest:
     async def _disk(self) -> tuple[int | None, int | None]:
         if not self._disks:
             return None, None
-        ran = await self._run(_DISKS, *self._disks)
+        ran = await self.run_script(_DISKS, *self._disks)
         if ran.code:
             raise SandboxError(f"file systems of the container cannot be read: {ran.err[:300]!r}")
         rows = [[int(one) for one in line.split()] for line in ran.out.splitlines()]
         return sum(row[0] * (row[1] - row[2]) for row in rows), sum(row[3] - row[4] for row in rows)
 
-    async def _run(self, script: str, *arguments: str, stdin: bytes = b"") -> Ran:
+    async def run_script(self, script: str, *arguments: str, stdin: bytes = b"") -> Ran:
+        """Run a script as root to its end."""
         return await run_script(self, script, *arguments, stdin=stdin)
 
 

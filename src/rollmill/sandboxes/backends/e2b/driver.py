@@ -71,6 +71,7 @@ class E2BDriver:
             labels=True,
             idempotent_create=self._settings.api_version == 2,
             users=True,
+            terminals=True,
             max_lifetime_s=self._settings.max_lifetime_s,
             limits=("cpu_s", "wall_s", "exec_s", "output_bytes", "open_files"),
         )

@@ -21,7 +21,7 @@ from rollmill.errors import (
 )
 from rollmill.sandboxes.backends.e2b.connect import ConnectError, Envelopes, envelope
 from rollmill.sandboxes.backends.e2b.settings import ENVD_PORT
-from rollmill.sandboxes.backends.hosted.driver import Command, Exit, Gone, Lost, Output
+from rollmill.sandboxes.backends.hosted.driver import Command, Exit, Gone, Lost, Output, Ran
 from rollmill.sandboxes.backends.hosted.shell import SIGNAL, ShellFiles, launched, signal_name
 from rollmill.sandboxes.backends.hosted.streams import run_script
 from rollmill.sandboxes.backends.http import CutOff, Refused, VendorHttp
@@ -40,6 +40,8 @@ _GO_SIGNALS = {
     "bus error": 7, "floating point exception": 8, "killed": 9, "user defined signal 1": 10,
     "segmentation fault": 11, "user defined signal 2": 12, "broken pipe": 13, "alarm clock": 14, "terminated": 15,
 }  # fmt: skip
+_STREAMS = {"stdout": "stdout", "stderr": "stderr", "pty": "stdout"}
+_END_OF_FILE = b"\x04"
 _SIGNAL_WORDS = re.compile(r"^signal: ([a-z0-9/ ]+?)(?: \(core dumped\))?$")
 _KINDS = {"FILE_TYPE_FILE": "file", "FILE_TYPE_DIRECTORY": "directory", "FILE_TYPE_SYMLINK": "link"}
 _OWN_SIGNALS = {9: "SIGNAL_SIGKILL", 15: "SIGNAL_SIGTERM"}
@@ -63,13 +65,20 @@ class EnvdProcess:
     """A program that envd runs, with the stream of its output."""
 
     def __init__(
-        self, envd: Envd, *, stack: contextlib.AsyncExitStack, events: AsyncGenerator[Any, None], fed: bool
+        self,
+        envd: Envd,
+        *,
+        stack: contextlib.AsyncExitStack,
+        events: AsyncGenerator[Any, None],
+        fed: bool,
+        terminal: bool,
     ) -> None:
         self._envd = envd
         self._stack = stack
         self._events = events
         self.pid = 0
         self.fed = fed
+        self.terminal = terminal
 
     async def began(self) -> None:
         """Wait for its process id."""
@@ -86,8 +95,8 @@ class EnvdProcess:
                 if "end" in event:
                     yield Exit(code=exit_code_of(event["end"]))
                     return
-                for stream in ("stdout", "stderr"):
-                    if piece := event.get("data", {}).get(stream):
+                for name, stream in _STREAMS.items():
+                    if piece := event.get("data", {}).get(name):
                         yield Output(stream=stream, data=base64.b64decode(piece))
         except (ConnectError, CutOff) as error:
             raise self._envd.lost(error) from error
@@ -95,13 +104,21 @@ class EnvdProcess:
 
     async def send(self, data: bytes) -> None:
         """Give it input."""
+        kind = "pty" if self.terminal else "stdin"
         for start in range(0, len(data), _INPUT_CHUNK_BYTES):
             piece = base64.b64encode(data[start : start + _INPUT_CHUNK_BYTES]).decode()
-            await self._envd.ask("process.Process/SendInput", {**self._who(), "input": {"stdin": piece}})
+            await self._envd.ask("process.Process/SendInput", {**self._who(), "input": {kind: piece}})
 
     async def end_input(self) -> None:
-        """End its input."""
-        await self._envd.ask("process.Process/CloseStdin", self._who())
+        """End its input; a terminal's ends by a character."""
+        if self.terminal:
+            await self.send(_END_OF_FILE)
+        else:
+            await self._envd.ask("process.Process/CloseStdin", self._who())
+
+    async def resize(self, rows: int, columns: int) -> None:
+        """Change the size of its terminal."""
+        await self._envd.ask("process.Process/Update", {**self._who(), "pty": _size(rows, columns)})
 
     async def signal(self, number: int) -> None:
         """Signal its group by a script, since envd itself reaches only the process; that is what is left in need."""
@@ -143,7 +160,7 @@ class Envd:
         self._headers = {"E2b-Sandbox-Id": ref, "E2b-Sandbox-Port": str(ENVD_PORT)}
         if token:
             self._headers["X-Access-Token"] = token
-        self._files = ShellFiles(self._run)
+        self._files = ShellFiles(self.run_script)
 
     async def healthy(self) -> bool:
         """Return whether it answers."""
@@ -195,12 +212,20 @@ class Envd:
     async def start(self, command: Command) -> EnvdProcess:
         """Start a program, and wait until it has begun."""
         argv = launched(command, announce=False)
-        message = {
+        message: dict[str, Any] = {
             "process": {"cmd": argv[0], "args": argv[1:], "envs": dict(command.env)},
             "stdin": command.stdin != b"",
         }
+        if command.pty is not None:
+            message["pty"] = _size(*command.pty)
         stack = contextlib.AsyncExitStack()
-        process = EnvdProcess(self, stack=stack, events=self._events(message, command, stack), fed=command.stdin == b"")
+        process = EnvdProcess(
+            self,
+            stack=stack,
+            events=self._events(message, command, stack),
+            fed=command.stdin == b"",
+            terminal=command.pty is not None,
+        )
         try:
             async with asyncio.timeout(_START_S):
                 await process.began()
@@ -271,7 +296,7 @@ class Envd:
                 files={"file": (path, data)},
             )
         if mode != 0o644:
-            ran = await self._run('chmod "$2" "$1"', path, f"{mode:o}")
+            ran = await self.run_script('chmod "$2" "$1"', path, f"{mode:o}")
             if ran.code:
                 raise SandboxFileError(f"the mode of {path} could not be set: {ran.err!r}")
 
@@ -286,7 +311,8 @@ class Envd:
         """Return what it uses."""
         return await self._files.usage()
 
-    async def _run(self, script: str, *arguments: str, stdin: bytes = b"") -> Any:
+    async def run_script(self, script: str, *arguments: str, stdin: bytes = b"") -> Ran:
+        """Run a script as root to its end."""
         return await run_script(self, script, *arguments, stdin=stdin)
 
     @contextlib.contextmanager
@@ -299,6 +325,10 @@ class Envd:
             if error.status in (400, 404, 409, 500):
                 raise SandboxFileError(f"{path} was refused: {error.words}") from error
             raise self._explain(error) from error
+
+
+def _size(rows: int, columns: int) -> dict[str, Any]:
+    return {"size": {"rows": rows, "cols": columns}}
 
 
 def _start_error(error: ConnectError, command: Command) -> SandboxError:

@@ -63,6 +63,7 @@ class Command(Record, frozen=True, kw_only=True):
         env: added to the sandbox's own.
         user: whose rights, root's if empty.
         stdin: its whole input, `None` if it comes later.
+        pty: rows and columns of a terminal for it.
         timeout_s: when it will be killed from here; a vendor that can hold to it too may do so later than this.
         keep_bytes: of each stream, after which output is only counted.
         most_bytes: of output, after which it will be killed from here.
@@ -75,6 +76,7 @@ class Command(Record, frozen=True, kw_only=True):
     env: Mapping[str, str] = {}
     user: str = ""
     stdin: bytes | None = None
+    pty: tuple[int, int] | None = None
     timeout_s: float | None = None
     keep_bytes: int = 2**62
     most_bytes: int
@@ -106,6 +108,14 @@ class Exit(Record, frozen=True, kw_only=True):
 
     code: int
     flooded: bool = False
+
+
+class Ran(Record, frozen=True, kw_only=True):
+    """How a script ended."""
+
+    code: int
+    out: bytes = b""
+    err: bytes = b""
 
 
 class Running(Protocol):
@@ -142,6 +152,10 @@ class Running(Protocol):
         """Signal its group; nothing happens if it has ended."""
         ...
 
+    async def resize(self, rows: int, columns: int) -> None:
+        """Change the size of its terminal."""
+        ...
+
     async def close(self) -> None:
         """Let go of the connection."""
         ...
@@ -157,6 +171,10 @@ class Guest(Protocol):
             SandboxUnsupported: if there is no such user.
             SandboxExhausted: if it cannot be started.
         """
+        ...
+
+    async def run_script(self, script: str, *arguments: str, stdin: bytes = b"") -> Ran:
+        """Run a script as root to its end."""
         ...
 
     async def read(self, path: str, *, max_bytes: int) -> bytes:

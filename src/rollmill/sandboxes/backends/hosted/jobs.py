@@ -18,8 +18,8 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Protocol
 
 from rollmill.errors import SandboxError, SandboxExhausted, SandboxFileError, SandboxUnsupported
-from rollmill.sandboxes.backends.hosted.driver import Command, Exit, Lost, Output
-from rollmill.sandboxes.backends.hosted.shell import Ran, ShellFiles, signal_name
+from rollmill.sandboxes.backends.hosted.driver import Command, Exit, Lost, Output, Ran
+from rollmill.sandboxes.backends.hosted.shell import ShellFiles, signal_name
 from rollmill.sandboxes.backends.http import CutOff
 from rollmill.sandboxes.records import FileInfo, Record, Usage
 
@@ -279,6 +279,9 @@ class Job:
         """End its input."""
         await self._guest.checked(': >"$1/eof"', self._directory)
 
+    async def resize(self, rows: int, columns: int) -> None:
+        """Never called: there are no terminals."""
+
     async def signal(self, number: int) -> None:
         """Signal its group."""
         await self._guest.checked(_SIGNAL, self._directory, signal_name(number))
@@ -307,7 +310,7 @@ class JobGuest:
         shell: Shell,
         *,
         product: str,
-        scratch: str = "/tmp/.rollmill",
+        scratch: str = "/var/tmp/.rollmill",
         wait_s: float = 2.0,
         idle_s: float = 1.0,
         call_s: float = 60.0,
@@ -319,7 +322,7 @@ class JobGuest:
         self._idle_s = idle_s
         self._call_s = call_s
         self._home = "/"
-        self._files = ShellFiles(self._encoded)
+        self._files = ShellFiles(self.run_script)
 
     async def probe(self) -> None:
         """Look whether the tools are there that jobs need.
@@ -421,7 +424,8 @@ class JobGuest:
 
     # -- files -------------------------------------------------------------------------------------------------------
 
-    async def _encoded(self, script: str, *arguments: str, stdin: bytes = b"") -> Ran:
+    async def run_script(self, script: str, *arguments: str, stdin: bytes = b"") -> Ran:
+        """Run a script as root to its end, with any bytes in and out."""
         source = "/dev/null"
         if stdin:
             source = await self._stage(stdin, f"{self._scratch}/{uuid.uuid4().hex}.in")

@@ -14,6 +14,7 @@ from typing import Any
 from rollmill.errors import DeadlineExceeded, RollmillError
 from rollmill.sandboxes.backends.hosted.driver import Command, Exit, Running
 from rollmill.sandboxes.backends.hosted.streams import feed
+from rollmill.sandboxes.protocol import check_terminal
 from rollmill.sandboxes.records import ExecResult
 
 _SHELL_SIGNAL_BASE = 128
@@ -116,6 +117,12 @@ class HostedProcess:
             return
         self._sent = int(number)
         await self._running.signal(int(number))
+
+    async def resize(self, rows: int, columns: int) -> None:
+        """Change the size of its terminal; nothing happens if it has none."""
+        check_terminal((rows, columns))
+        if self._command.pty is not None and not self.ended.done():
+            await self._running.resize(rows, columns)
 
     async def wait(self) -> ExecResult:
         """Wait for its end; its timeout, or the sandbox's wall limit, bounds the wait."""

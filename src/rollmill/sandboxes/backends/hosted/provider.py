@@ -26,6 +26,7 @@ from rollmill.errors import (
     SandboxError,
     SandboxIdInUse,
     SandboxRetryable,
+    SandboxUnsupported,
 )
 from rollmill.sandboxes.backends.hosted import marks
 from rollmill.sandboxes.backends.hosted.driver import Driver, Found, Gone
@@ -44,6 +45,7 @@ from rollmill.sandboxes.records import (
     SandboxSpec,
     SandboxState,
     SandboxStatus,
+    SnapshotRef,
 )
 
 D = TypeVar("D", bound=Driver)
@@ -307,6 +309,22 @@ class HostedProvider(Generic[D]):
         except Refused as error:
             raise as_retryable(error, product=self.driver.product, what="a list") from error
         return [one for one in found if marks.carries(one.marks, wanted)]
+
+    async def restore(
+        self, ref: SnapshotRef, *, id: str, labels: Mapping[str, str] | None = None, lease: Lease
+    ) -> HostedSandbox:
+        """Refuse: nothing here keeps snapshots."""
+        raise SandboxUnsupported(
+            f"snapshots of {self.driver.product} are not used here, so {ref.snapshot_id} is none of its",
+            capability="files_snapshot",
+        )
+
+    async def snapshots(self) -> tuple[SnapshotRef, ...]:
+        """Return that there are none."""
+        return ()
+
+    async def delete_snapshots(self, ids: Sequence[str]) -> None:
+        """Do nothing: there are none, and one that is not known counts as deleted."""
 
     # -- lists and ends ----------------------------------------------------------------------------------------------
 

@@ -16,22 +16,22 @@ from rollmill.errors import (
     SandboxUnsupported,
 )
 from rollmill.sandboxes.backends.hosted.driver import Command, Driver, Found, Gone, Guest, Lost
+from rollmill.sandboxes.backends.hosted.files import HostedFileCalls
 from rollmill.sandboxes.backends.hosted.process import HostedProcess
 from rollmill.sandboxes.backends.hosted.settings import HostedSettings
 from rollmill.sandboxes.backends.http import CutOff, Refused, Unreachable, as_retryable
 from rollmill.sandboxes.isolation import IsolationLevel, Protection, level_of
 from rollmill.sandboxes.lifecycle import dead_error, death
-from rollmill.sandboxes.protocol import DEFAULT_OUTPUT_CAP_BYTES, DEFAULT_READ_BYTES, check_call
+from rollmill.sandboxes.protocol import DEFAULT_OUTPUT_CAP_BYTES, Session, check_call, check_terminal
 from rollmill.sandboxes.records import (
     Death,
     DeathReason,
     ExecResult,
-    FileInfo,
     Lease,
     SandboxSpec,
     SandboxState,
     SandboxStatus,
-    Usage,
+    SnapshotRef,
 )
 
 T = TypeVar("T")
@@ -44,7 +44,7 @@ _LONGEST_PAUSE_S = 30.0
 _log = logging.getLogger(__name__)
 
 
-class HostedSandbox:
+class HostedSandbox(HostedFileCalls):
     """One sandbox.
 
     Args:
@@ -313,11 +313,50 @@ class HostedSandbox:
         user: str | None = None,
         timeout_s: float | None = None,
         output_cap_bytes: int = DEFAULT_OUTPUT_CAP_BYTES,
+        pty: tuple[int, int] | None = None,
     ) -> HostedProcess:
         """Start a program and let it run."""
+        check_terminal(pty)
+        if pty is not None and not self._driver.capabilities.terminals:
+            raise SandboxUnsupported(f"{self._driver.product} gives programs no terminals here", capability="terminals")
         return await self._start(
-            argv, cwd=cwd, env=env, user=user, timeout_s=timeout_s, cap=output_cap_bytes, stdin=None
+            argv, cwd=cwd, env=env, user=user, timeout_s=timeout_s, cap=output_cap_bytes, stdin=None, pty=pty
         )
+
+    async def open_session(
+        self,
+        *,
+        shell: str | None = None,
+        cwd: str | None = None,
+        env: Mapping[str, str] | None = None,
+        user: str | None = None,
+    ) -> Session:
+        """Refuse: a shell that stays needs a descriptor of its own for its answers, and vendors give three."""
+        self._check_alive()
+        raise SandboxUnsupported(
+            f"{self._driver.product} keeps no shells here; run each line by `exec` with its own cwd and env",
+            capability="sessions",
+        )
+
+    async def snapshot(self, *, id: str, stop_processes: bool = False, end: bool = False) -> SnapshotRef:
+        """Refuse: nothing here keeps snapshots."""
+        self._check_alive()
+        raise SandboxUnsupported(
+            f"snapshots of {self._driver.product} are not used here; keep files by reading them",
+            capability="files_snapshot",
+        )
+
+    async def fork(
+        self,
+        ids: Sequence[str],
+        *,
+        lease: Lease,
+        labels: Mapping[str, str] | None = None,
+        stop_processes: bool = False,
+    ) -> tuple[HostedSandbox, ...]:
+        """Refuse, as `snapshot` does."""
+        self._check_alive()
+        raise SandboxUnsupported(f"forks of {self._driver.product} are not used here", capability="fork")
 
     async def _start(
         self,
@@ -329,6 +368,7 @@ class HostedSandbox:
         timeout_s: float | None,
         cap: int,
         stdin: bytes | None,
+        pty: tuple[int, int] | None = None,
     ) -> HostedProcess:
         check_call(argv, env=env, timeout_s=timeout_s, output_cap_bytes=cap)
         guest = self._inside()
@@ -339,6 +379,7 @@ class HostedSandbox:
             env=dict(env or {}),
             user=user or "",
             stdin=stdin,
+            pty=pty,
             timeout_s=timeout_s,
             keep_bytes=cap,
             most_bytes=limits.output_bytes,
@@ -397,32 +438,6 @@ class HostedSandbox:
             capability="fast_python",
         )
 
-    # -- files -------------------------------------------------------------------------------------------------------
-
-    async def read(self, path: str, *, max_bytes: int = DEFAULT_READ_BYTES) -> bytes:
-        """Return a file's content."""
-        check_path(path)
-        data = await self._bounded(self._inside().read(path, max_bytes=max_bytes), "a file to be read")
-        if len(data) > max_bytes:
-            raise SandboxFileError(
-                f"{path} holds more than {max_bytes} bytes; raise max_bytes, or read a part of it inside"
-            )
-        return data
-
-    async def write(self, path: str, data: bytes, *, mode: int = 0o644, user: str | None = None) -> None:
-        """Write a file, and make the directories above it."""
-        check_path(path)
-        await self._bounded(self._inside().write(path, data, mode=mode, user=user or ""), "a file to be written")
-
-    async def list_dir(self, path: str) -> tuple[FileInfo, ...]:
-        """Return a directory's entries by name, 10,000 at most."""
-        check_path(path)
-        return await self._bounded(self._inside().list_dir(path), "a directory to be listed")
-
-    async def usage(self) -> Usage:
-        """Return what it uses now."""
-        return await self._bounded(self._inside().usage(), "its usage")
-
     async def _bounded(self, answer: Awaitable[T], what: str) -> T:
         try:
             async with asyncio.timeout(self._settings.call_s):
@@ -432,16 +447,6 @@ class HostedSandbox:
                 f"{self._driver.product} did not answer within {self._settings.call_s:g} s in sandbox {self._id}: "
                 f"{what}. Raise call_s for large files or a slow service."
             ) from error
-
-
-def check_path(path: str) -> None:
-    """Refuse a path that is not one inside a sandbox.
-
-    Raises:
-        SandboxFileError: if it is relative or holds a NUL.
-    """
-    if not path.startswith("/") or "\0" in path:
-        raise SandboxFileError(f"{path!r} is no absolute path inside the sandbox")
 
 
 def _kill_what_started(starting: asyncio.Task[HostedProcess]) -> None:

@@ -7,15 +7,18 @@ their own. GNU and BusyBox have them all. Answers are exit codes and bytes; noth
 from __future__ import annotations
 
 import re
+import signal
 import stat as modes
 from collections.abc import Awaitable
 from typing import Protocol
 
 from rollmill.errors import SandboxError, SandboxExhausted, SandboxFileError
-from rollmill.sandboxes.backends.hosted.driver import Command
-from rollmill.sandboxes.records import FileInfo, Record, Usage
+from rollmill.sandboxes.backends.hosted.driver import Command, Ran
+from rollmill.sandboxes.records import FileInfo, Usage
 
 MOST_ENTRIES = 10_000
+EXISTS = 40
+"""Exit code: what was to be made is there."""
 
 _MISSING, _DIRECTORY, _NO_FILE, _NO_DIRECTORY, _FAILED = 44, 45, 46, 47, 48
 _NO_ROOM = re.compile(rb"no space left|quota exceeded|cannot allocate|too many open files|resource temporarily", re.I)
@@ -50,22 +53,53 @@ chmod "$2" "$p" || exit 48
 [ -z "$3" ] || chown "$3" "$p" || exit 48
 """
 
-MOVE = """
-umask 022
-s=$1 p=$2
-mkdir -p "${p%/*}/" || exit 48
-[ ! -d "$p" ] || exit 45
-[ ! -e "$p" ] || [ -f "$p" ] || exit 46
-cat "$s" >"$p" || exit 48
-rm -f "$s"
-chmod "$3" "$p" || exit 48
-[ -z "$4" ] || chown "$4" "$p" || exit 48
+READ_PIECE = """
+[ -e "$1" ] || exit 44
+[ ! -d "$1" ] || exit 45
+[ -f "$1" ] || exit 46
+tail -c "+$2" "$1" | head -c "$3"
+"""
+
+APPEND = """
+[ -f "$1" ] || exit 44
+cat >>"$1" || exit 48
 """
 
 LIST = """
 [ -d "$1" ] || exit 47
 cd "$1" || exit 48
-find . ! -name . -prune -exec stat -c '%n/%f %s %Y' {} + | head -c "$2"
+find . ! -name . -prune -exec stat -c '%n/%f %s %Y %u %g' {} + | head -c "$2"
+echo //
+find . ! -name . -prune -type l -exec sh -c 'for f; do printf "%s//" "$f"; readlink -n "$f"; echo //; done' sh {} +
+"""
+
+STAT = """
+[ -e "$1" ] || [ -L "$1" ] || exit 44
+stat -c '%f %s %Y %u %g' "$1" || exit 48
+[ ! -L "$1" ] || readlink -n "$1"
+"""
+
+MAKE_DIR = """
+umask 022
+[ ! -d "$1" ] || exit 40
+[ ! -e "$1" ] && [ ! -L "$1" ] || exit 46
+mkdir -p "${1%/*}/" || exit 48
+mkdir -m "$2" "$1" || exit 48
+[ -z "$3" ] || chown "$3" "$1" || exit 48
+"""
+
+RENAME = """
+umask 022
+[ -e "$1" ] || [ -L "$1" ] || exit 44
+mkdir -p "${2%/*}/" || exit 48
+mv -f -T "$1" "$2" || exit 48
+"""
+
+REMOVE = """
+[ -e "$1" ] || [ -L "$1" ] || exit 44
+if [ ! -d "$1" ] || [ -L "$1" ]; then rm -f "$1" || exit 48
+elif [ "$2" = 1 ]; then rm -rf "$1" || exit 48
+else rmdir "$1" || exit 48; fi
 """
 
 USAGE = """
@@ -78,14 +112,6 @@ SIGNAL = """
 kill -s "$1" -- "-$2" 2>/dev/null || kill -s "$1" "$2" 2>/dev/null
 exit 0
 """
-
-
-class Ran(Record, frozen=True, kw_only=True):
-    """How a script ended."""
-
-    code: int
-    out: bytes = b""
-    err: bytes = b""
 
 
 class Run(Protocol):
@@ -119,8 +145,6 @@ def signal_name(number: int) -> str:
         >>> signal_name(9), signal_name(15), signal_name(40)
         ('KILL', 'TERM', '40')
     """
-    import signal
-
     try:
         return signal.Signals(number).name.removeprefix("SIG")
     except ValueError:
@@ -185,26 +209,46 @@ def parse_list(listing: bytes) -> tuple[FileInfo, ...]:
     Names may hold newlines and spaces, but no slash; so a slash ends each, and `./` begins the next.
 
     Example:
-        >>> [(one.name, one.kind, one.size_bytes, one.mode) for one in parse_list(b"./b\nc/81a4 5 7\n./a/41ed 0 7\n")]
-        [('a', 'directory', 0, 493), ('b\nc', 'file', 5, 420)]
+        >>> found = parse_list(b"./b\nc/81a4 5 7 0 0\n./a/a1ff 1 7 0 0\n//\n./a//x//\n")
+        >>> [(one.name, one.kind, one.size_bytes, one.mode, one.target) for one in found]
+        [('a', 'link', 1, 511, 'x'), ('b\nc', 'file', 5, 420, '')]
     """
+    entries, _, rest = (b"\n" + listing).partition(b"\n//\n")
+    targets = {}
+    for piece in (b"\n" + rest).split(b"\n./")[1:]:
+        name, _, target = piece.partition(b"//")
+        targets[name] = target.removesuffix(b"\n").removesuffix(b"//")
     found = []
-    for piece in (b"\n" + listing).split(b"\n./")[1 : MOST_ENTRIES + 1]:
-        name, _, rest = piece.rpartition(b"/")
-        words = rest.split()
-        if len(words) != 3:
-            continue  # cut off at the bound
-        raw = int(words[0], 16)
-        found.append(
-            FileInfo(
-                name=name.decode(errors="surrogateescape"),
-                kind=kind_of(raw),
-                size_bytes=int(words[1]),
-                mode=modes.S_IMODE(raw),
-                modified_s=float(words[2]),
-            )
-        )
+    for piece in entries.split(b"\n./")[1 : MOST_ENTRIES + 2]:
+        name, _, numbers = piece.rpartition(b"/")
+        if len(numbers.split()) == 5:  # else cut off at the bound
+            found.append(_info(name, numbers.split(), targets.get(name, b"")))
     return tuple(sorted(found, key=lambda one: one.name))
+
+
+def parse_stat(path: str, words: bytes) -> FileInfo:
+    """Return what the output of `STAT` says.
+
+    Example:
+        >>> parse_stat("/tmp/f", b"81a0 5 7 0 0\\n").mode
+        416
+    """
+    numbers, _, target = words.partition(b"\n")
+    return _info(path.rstrip("/").rpartition("/")[2].encode(errors="surrogateescape"), numbers.split(), target)
+
+
+def _info(name: bytes, numbers: list[bytes], target: bytes) -> FileInfo:
+    raw = int(numbers[0], 16)
+    return FileInfo(
+        name=name.decode(errors="surrogateescape"),
+        kind=kind_of(raw),
+        size_bytes=int(numbers[1]),
+        mode=modes.S_IMODE(raw),
+        modified_s=float(numbers[2]),
+        uid=int(numbers[3]),
+        gid=int(numbers[4]),
+        target=target.decode(errors="surrogateescape"),
+    )
 
 
 def kind_of(mode: int) -> str:

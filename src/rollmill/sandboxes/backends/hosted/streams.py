@@ -7,8 +7,8 @@ import logging
 from typing import Protocol
 
 from rollmill.errors import RollmillError, SandboxExhausted
-from rollmill.sandboxes.backends.hosted.driver import Command, Exit, Lost, Output, Running
-from rollmill.sandboxes.backends.hosted.shell import Ran, argv_of
+from rollmill.sandboxes.backends.hosted.driver import Command, Exit, Lost, Output, Ran, Running
+from rollmill.sandboxes.backends.hosted.shell import argv_of
 
 _SCRIPT_FILES = 256
 _MOST_WORDS = 4096

@@ -24,10 +24,10 @@ from rollmill.errors import (
     Unauthenticated,
 )
 from rollmill.sandboxes.backends.hosted import marks as marking
-from rollmill.sandboxes.backends.hosted.driver import Command, Exit, Found, Gone, Lost, Output
+from rollmill.sandboxes.backends.hosted.driver import Command, Exit, Found, Gone, Lost, Output, Ran
 from rollmill.sandboxes.backends.hosted.provider import HostedProvider
 from rollmill.sandboxes.backends.hosted.settings import CLAIMS, HostedSettings
-from rollmill.sandboxes.backends.hosted.shell import SIGNAL, Ran, ShellFiles, launched, signal_name
+from rollmill.sandboxes.backends.hosted.shell import SIGNAL, ShellFiles, launched, signal_name
 from rollmill.sandboxes.backends.hosted.streams import run_script
 from rollmill.sandboxes.backends.http import CutOff
 from rollmill.sandboxes.isolation import IsolationLevel, Protection
@@ -191,6 +191,9 @@ class ModalProcess:
         self._process.stdin.write_eof()
         await call(self._process.stdin.drain, what="the end of a program's input")
 
+    async def resize(self, rows: int, columns: int) -> None:
+        """Never called: there are no terminals."""
+
     async def signal(self, number: int) -> None:
         """Signal its group, by a script."""
         await run_script(self._guest, SIGNAL, signal_name(number), str(self.pid))
@@ -211,7 +214,7 @@ class ModalGuest:
 
     def __init__(self, sandbox: Any) -> None:
         self._sandbox = sandbox
-        self._files = ShellFiles(self._run)
+        self._files = ShellFiles(self.run_script)
 
     async def start(self, command: Command) -> ModalProcess:
         """Start a program, and wait until it has begun."""
@@ -251,7 +254,8 @@ class ModalGuest:
         """Return what it uses."""
         return await self._files.usage()
 
-    async def _run(self, script: str, *arguments: str, stdin: bytes = b"") -> Ran:
+    async def run_script(self, script: str, *arguments: str, stdin: bytes = b"") -> Ran:
+        """Run a script as root to its end."""
         return await run_script(self, script, *arguments, stdin=stdin)
 
 

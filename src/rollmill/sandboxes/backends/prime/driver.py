@@ -15,11 +15,11 @@ from urllib.parse import quote
 from rollmill.errors import ImageError, SandboxError, SandboxRetryable, Unauthenticated
 from rollmill.sandboxes.backends.e2b.connect import ConnectError, parse_json, raise_error
 from rollmill.sandboxes.backends.hosted import marks as marking
-from rollmill.sandboxes.backends.hosted.driver import Found, Gone
+from rollmill.sandboxes.backends.hosted.driver import Found, Gone, Ran
 from rollmill.sandboxes.backends.hosted.jobs import JobGuest
 from rollmill.sandboxes.backends.hosted.provider import HostedProvider
 from rollmill.sandboxes.backends.hosted.settings import CLAIMS, HostedSettings
-from rollmill.sandboxes.backends.hosted.shell import Ran, argv_of
+from rollmill.sandboxes.backends.hosted.shell import argv_of
 from rollmill.sandboxes.backends.http import CutOff, Refused, VendorHttp, token_of
 from rollmill.sandboxes.backends.prime.wire import Events, start_request
 from rollmill.sandboxes.isolation import IsolationLevel, Protection
@@ -70,7 +70,7 @@ class PrimeSettings(HostedSettings, frozen=True, kw_only=True):
     team: str = ""
     internet: bool = False
     user: str = "root"
-    scratch: str = "/tmp/.rollmill"
+    scratch: str = "/var/tmp/.rollmill"
     wait_s: float = 2.0
     idle_s: float = 1.0
     start_s: float = 600.0

@@ -13,11 +13,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rollmill.errors import SandboxError
-from rollmill.sandboxes.backends.hosted.driver import Found, Gone
+from rollmill.sandboxes.backends.hosted.driver import Found, Gone, Ran
 from rollmill.sandboxes.backends.hosted.jobs import JobGuest
 from rollmill.sandboxes.backends.hosted.provider import HostedProvider
 from rollmill.sandboxes.backends.hosted.settings import CLAIMS
-from rollmill.sandboxes.backends.hosted.shell import Ran, argv_of
+from rollmill.sandboxes.backends.hosted.shell import argv_of
 from rollmill.sandboxes.backends.http import CutOff, Refused, Unreachable, VendorHttp
 from rollmill.sandboxes.backends.swerex.deployment import Deployment, Endpoint
 from rollmill.sandboxes.backends.swerex.settings import SweRexSettings

@@ -18,7 +18,7 @@ class SweRexSettings(HostedSettings, frozen=True, kw_only=True):
     """
 
     isolation: IsolationLevel = IsolationLevel.NONE
-    scratch: str = "/tmp/.rollmill"
+    scratch: str = "/var/tmp/.rollmill"
     wait_s: float = 0.1
     idle_s: float = 0.5
 
