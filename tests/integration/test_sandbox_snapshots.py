@@ -26,7 +26,10 @@ from rollmill.sandboxes import (
     Sandbox,
     SandboxSpec,
     SnapshotRef,
+    resume_session,
+    save_session,
 )
+from rollmill.sandboxes.disk_records import is_alive, mark_of
 from sandbox_builders import LIMITS, SPEC, RealRig, new_id, real_rig, start, until, why_no_namespaces
 
 pytestmark = pytest.mark.integration
@@ -69,15 +72,24 @@ async def end(*sandboxes: Sandbox) -> None:
         await one.kill()
 
 
-def keepers() -> set[int]:
-    found = set()
-    for path in Path("/proc").glob("[0-9]*/comm"):
+def shelves_of(zygote: int) -> list[int]:
+    """Return the processes that hold layers for a zygote."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
         try:
-            if path.read_text(encoding="ascii", errors="replace").strip() == "sandbox-keeper":
-                found.add(int(path.parent.name))
+            name, _, rest = path.read_text(encoding="ascii", errors="replace").partition("(")[2].rpartition(")")
         except OSError:
-            continue
+            continue  # ended meanwhile
+        if name == "sandbox-shelf" and int(rest.split()[1]) == zygote:
+            found.append(int(path.parent.name))
     return found
+
+
+def zygote_of(rig: RealRig) -> int:
+    link = rig.provider._zygote
+    assert link is not None
+    assert link.mark is not None
+    return link.mark.pid
 
 
 # -- what is kept ----------------------------------------------------------------------------------------------------
@@ -363,17 +375,16 @@ def test_a_sandbox_made_of_a_snapshot_is_isolated_as_the_first_was(rig):
 # -- what is left ----------------------------------------------------------------------------------------------------
 
 
-def test_when_the_keeper_is_killed_snapshots_in_memory_are_lost_and_sandboxes_live_on(tmp_path, rig):
-    before = keepers()
+def test_when_the_shelf_is_killed_snapshots_in_memory_are_lost_and_sandboxes_live_on(tmp_path, rig):
     with real_rig(tmp_path / "own") as own:
 
         async def body(provider: Provider) -> None:
             sandbox = await start(provider)
             await sandbox.write("/workspace/a", b"1")
             ref = await sandbox.snapshot(id=new_id())
-            (keeper,) = keepers() - before
+            (shelf,) = shelves_of(zygote_of(own))
             copy = await provider.restore(ref, id=new_id(), lease=LEASE)
-            os.kill(keeper, signal.SIGKILL)
+            os.kill(shelf, signal.SIGKILL)
             await until(lambda: not own.provider._snapshots.book.snapshots())
             with pytest.raises(ImageError, match="no snapshot"):
                 await provider.restore(ref, id=new_id(), lease=LEASE)
@@ -383,26 +394,28 @@ def test_when_the_keeper_is_killed_snapshots_in_memory_are_lost_and_sandboxes_li
                     await one.snapshot(id=new_id())
             fresh = await start(provider)
             await fresh.write("/workspace/a", b"2")
-            again = await copy_of(provider, fresh)  # with a keeper of its own
+            again = await copy_of(provider, fresh)  # with a shelf of its own
             assert await again.read("/workspace/a") == b"2"
             await end(sandbox, copy, fresh, again)
 
         own.run(body)
-    assert keepers() <= before
+        zygote = zygote_of(own)
+    assert shelves_of(zygote) == []
 
 
-def test_a_keeper_ends_with_the_zygote(tmp_path, rig):
-    before = keepers()
+def test_a_shelf_ends_with_the_zygote(tmp_path, rig):
     with real_rig(tmp_path / "own") as own:
 
         async def body(provider: Provider) -> None:
             sandbox = await start(provider)
             await sandbox.snapshot(id=new_id())
-            assert own.provider._zygote is not None
-            assert own.provider._zygote.mark is not None
-            os.kill(own.provider._zygote.mark.pid, signal.SIGKILL)
+            zygote = zygote_of(own)
+            (shelf,) = shelves_of(zygote)
+            mark = mark_of(shelf)
+            assert mark is not None
+            os.kill(zygote, signal.SIGKILL)
             await until(lambda: sandbox.death is not None)
-            await until(lambda: not keepers() - before)
+            await until(lambda: not is_alive(mark))
             assert await provider.snapshots() == ()
 
         own.run(body)
@@ -548,6 +561,47 @@ def test_functions_loops_here_documents_and_options_of_the_shell_stay(rig):
         assert (await session.run("for i in 1 2; do\n  echo $i\ndone\ncat <<'END'\n$i\nEND")).stdout == b"1\n2\n$i\n"
         assert (await session.run("echo $unset_one")).exit_code != 0
         assert not session.alive  # as with any shell that is told to treat this as an error
+        await end(sandbox)
+
+    rig.run(body)
+
+
+@pytest.mark.parametrize("name", ["bash", "sh"])
+def test_a_shell_in_a_fork_goes_on_with_what_the_first_one_had_in_mind(rig, name):
+    async def body(provider: Provider) -> None:
+        sandbox = await start(provider)
+        session = await sandbox.open_session(shell=name)
+        await session.run(
+            "mkdir -p '/workspace/a b'; cd '/workspace/a b'; X='it'\\''s\n\"two\" $lines'; export OUT=out; umask 027"
+        )
+        if name == "bash":
+            await session.run(
+                "list=(one 'two three'); readonly FIXED=1; f() { echo \"f $X\"; }; shopt -s nullglob; set -u"
+            )
+        state = await save_session(session)
+        assert (await session.run("echo on")).stdout == b"on\n"
+        await session.close()
+        (fork,) = await sandbox.fork([new_id()], lease=LEASE)
+        again = await resume_session(fork, state)
+        result = await again.run('echo "$X"; pwd; umask; sh -c "echo \\$OUT"')
+        assert result.stdout == b'it\'s\n"two" $lines\n/workspace/a b\n0027\nout\n'
+        if name == "bash":
+            result = await again.run('f; echo "${list[1]} $FIXED"; shopt nullglob; case $- in *u*) echo strict;; esac')
+            assert result.stdout == b'f it\'s\n"two" $lines\ntwo three 1\nnullglob       \ton\nstrict\n'
+            assert result.stderr == b""
+        assert await fork.list_dir("/tmp") == ()
+        await end(sandbox, fork)
+
+    rig.run(body)
+
+
+def test_a_shell_whose_output_leads_elsewhere_has_no_state_to_give(rig):
+    async def body(provider: Provider) -> None:
+        sandbox = await start(provider)
+        session = await sandbox.open_session()
+        await session.run("exec >/tmp/log")
+        with pytest.raises(SandboxError, match="in mind"):
+            await save_session(session)
         await end(sandbox)
 
     rig.run(body)

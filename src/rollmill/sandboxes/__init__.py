@@ -26,6 +26,7 @@ from rollmill.sandboxes.records import (
     SnapshotRef,
     Usage,
 )
+from rollmill.sandboxes.session_state import SessionState, resume_session, save_session
 
 __all__ = [
     "Capabilities",
@@ -51,6 +52,9 @@ __all__ = [
     "SandboxState",
     "SandboxStatus",
     "Session",
+    "SessionState",
     "SnapshotRef",
     "Usage",
+    "resume_session",
+    "save_session",
 ]

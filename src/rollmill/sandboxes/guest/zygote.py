@@ -5,7 +5,7 @@ sandbox begins by closing every descriptor. It ends when told to, or when its ow
 process descriptor rather than by the end of a stream that somebody else may hold open. With it end all its sandboxes.
 
     who waits for what
-    zygote           an order, the end of its owner, the end of a sandbox, an answer of the keeper of layers, and every
+    zygote           an order, the end of its owner, the end of a sandbox, an answer of the shelf of layers, and every
                      50 ms for groups that still empty
     a new sandbox    its gate: ids, groups and directories are in place
     the owner        `started` or `refused`, then the agent's own word; `gone` at the end
@@ -69,8 +69,8 @@ class Zygote:
         self._children: dict[int, Child] = {}
         self._emptying: list[Groups] = []
         self._told: list[str] = []
-        self._keeper: socket.socket | None = None
-        self._keeper_pid = 0
+        self._shelf: socket.socket | None = None
+        self._shelf_pid = 0
         self._asked: dict[int, Callable[[dict[str, Any], list[int]], None]] = {}
         self._number = 0
         self._parked: set[str] = set()
@@ -91,8 +91,8 @@ class Zygote:
             if descriptor == self._control.fileno():
                 if not self._take_order():
                     return False
-            elif self._keeper is not None and descriptor == self._keeper.fileno():
-                self._on_keeper()
+            elif self._shelf is not None and descriptor == self._shelf.fileno():
+                self._on_shelf()
             elif descriptor in self._children:
                 self._bury(self._children[descriptor])
         self._emptying = [groups for groups in self._emptying if not groups.destroy()]
@@ -111,7 +111,7 @@ class Zygote:
         if order["op"] == "create" and order["plan"]["lent"]:
             lend = {"op": "lend", "layers": order["plan"]["lent"]}
             self._parked.add(order["id"])
-            self._ask_keeper(lend, lambda answer, trees: self._lent(order, descriptors, answer, trees))
+            self._ask_shelf(lend, lambda answer, trees: self._lent(order, descriptors, answer, trees))
         elif order["op"] == "create":
             self._create(order, descriptors, [])
         elif order["op"] == "hold":
@@ -132,7 +132,7 @@ class Zygote:
     # -- layers ------------------------------------------------------------------------------------------------------
 
     def _hold(self, order: dict[str, Any]) -> None:
-        """Take the layer that a sandbox's agent put into its gate, and give it to the keeper."""
+        """Take the layer that a sandbox's agent put into its gate, and give it to the shelf."""
         given: list[int] = []
         for child in self._children.values():
             if child.sandbox_id == order["id"]:
@@ -142,25 +142,25 @@ class Zygote:
             self._say({"op": "kept", "n": order["n"], "errno": errno.ESRCH, "message": message})
             return
         try:
-            self._ask_keeper(order, lambda answer, _: self._say({**answer, "n": order["n"]}), given)
+            self._ask_shelf(order, lambda answer, _: self._say({**answer, "n": order["n"]}), given)
         finally:
             for one in given:
                 os.close(one)
 
     def _pass_on(self, order: dict[str, Any]) -> None:
-        """Let the keeper do something, and its answer be heard by the owner."""
+        """Let the shelf do something, and its answer be heard by the owner."""
         given: list[int] = []
         try:
             for directory in order.get("directories", ()):
                 given.append(os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))  # noqa: PERF401
-            self._ask_keeper(order, lambda answer, _: self._say({**answer, "n": order["n"]}), given)
+            self._ask_shelf(order, lambda answer, _: self._say({**answer, "n": order["n"]}), given)
         except OSError as error:
             self._say({"op": "kept", "n": order["n"], "errno": error.errno or 0, "message": str(error)})
         finally:
             for one in given:
                 os.close(one)
 
-    def _ask_keeper(
+    def _ask_shelf(
         self,
         request: dict[str, Any],
         then: Callable[[dict[str, Any], list[int]], None],
@@ -169,17 +169,17 @@ class Zygote:
         self._number += 1
         number = self._number
         try:
-            keeper = self._running_keeper()
-            socket.send_fds(keeper, [json.dumps({**request, "n": number}).encode()], descriptors or [])
+            shelf = self._running_shelf()
+            socket.send_fds(shelf, [json.dumps({**request, "n": number}).encode()], descriptors or [])
         except OSError as error:
-            then({"op": "kept", "errno": error.errno or 0, "message": f"the keeper of layers: {error}"}, [])
+            then({"op": "kept", "errno": error.errno or 0, "message": f"the shelf of layers: {error}"}, [])
             return
         self._asked[number] = then
 
-    def _running_keeper(self) -> socket.socket:
-        """Return the connection to the keeper; fork it if there is none."""
-        if self._keeper is not None:
-            return self._keeper
+    def _running_shelf(self) -> socket.socket:
+        """Return the connection to the shelf; fork it if there is none."""
+        if self._shelf is not None:
+            return self._shelf
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         plain = os.geteuid() != 0
         try:
@@ -190,26 +190,26 @@ class Zygote:
             raise
         if pid == 0:
             # Here, so that sandboxes do not carry what they have no use for.
-            from rollmill.sandboxes.guest import keeper
+            from rollmill.sandboxes.guest import shelf
 
-            keeper.run(theirs)
+            shelf.run(theirs)
             os._exit(1)
         theirs.close()
         if plain:
             _map_ids(pid, base=None)
         ours.send(b"go")
-        self._keeper, self._keeper_pid = ours, pid
+        self._shelf, self._shelf_pid = ours, pid
         self._poll.register(ours, select.POLLIN)
         return ours
 
-    def _on_keeper(self) -> None:
-        assert self._keeper is not None
+    def _on_shelf(self) -> None:
+        assert self._shelf is not None
         try:
-            message, descriptors, _, _ = socket.recv_fds(self._keeper, _MOST_ORDER_BYTES, _MOST_LAYERS)
+            message, descriptors, _, _ = socket.recv_fds(self._shelf, _MOST_ORDER_BYTES, _MOST_LAYERS)
         except ConnectionError:
             message, descriptors = b"", []
         if not message:
-            self._lose_keeper()
+            self._lose_shelf()
             return
         answer = json.loads(message)
         try:
@@ -218,16 +218,16 @@ class Zygote:
             for one in descriptors:
                 os.close(one)
 
-    def _lose_keeper(self) -> None:
-        assert self._keeper is not None
-        self._poll.unregister(self._keeper)
-        self._keeper.close()
-        self._keeper = None
-        os.waitpid(self._keeper_pid, 0)
-        self._say({"op": "keeper_lost"})
+    def _lose_shelf(self) -> None:
+        assert self._shelf is not None
+        self._poll.unregister(self._shelf)
+        self._shelf.close()
+        self._shelf = None
+        os.waitpid(self._shelf_pid, 0)
+        self._say({"op": "shelf_lost"})
         asked, self._asked = list(self._asked.values()), {}
         for then in asked:
-            then({"op": "kept", "errno": errno.EPIPE, "message": "the keeper of layers ended"}, [])
+            then({"op": "kept", "errno": errno.EPIPE, "message": "the shelf of layers ended"}, [])
 
     def _lent(self, order: dict[str, Any], descriptors: list[int], answer: dict[str, Any], trees: list[int]) -> None:
         if order["id"] not in self._parked:
@@ -331,9 +331,9 @@ class Zygote:
             signal.pidfd_send_signal(child.descriptor, signal.SIGKILL)
         for child in list(self._children.values()):
             self._bury(child)
-        if self._keeper is not None:
-            os.kill(self._keeper_pid, signal.SIGKILL)
-            os.waitpid(self._keeper_pid, 0)
+        if self._shelf is not None:
+            os.kill(self._shelf_pid, signal.SIGKILL)
+            os.waitpid(self._shelf_pid, 0)
         deadline = time.monotonic() + _LAST_BREATH_S
         while self._emptying and time.monotonic() < deadline:
             self._emptying = [groups for groups in self._emptying if not groups.destroy()]

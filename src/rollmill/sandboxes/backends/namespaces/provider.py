@@ -406,7 +406,7 @@ class NamespaceProvider(SnapshotCalls):
         return self._zygote is not None and self._zygote.order(order)
 
     def _on_report(self, report: dict[str, Any]) -> None:
-        if report["op"] in ("kept", "keeper_lost"):
+        if report["op"] in ("kept", "shelf_lost"):
             self._snapshots.on_report(report)
             return
         sandbox = self._alive.get(report["id"])

@@ -1,8 +1,8 @@
-"""The snapshots of one provider: has layers kept by the zygote's keeper or on a disk, by the book.
+"""The snapshots of one provider: has layers kept by the zygote's shelf or on a disk, by the book.
 
 what it waits for                          who wakes it, and until when
-a layer that is held                       the keeper, `answer_s`
-one that is merged or stored               a child of the keeper, or a thread, `store_s`
+a layer that is held                       the shelf, `answer_s`
+one that is merged or stored               a child of the shelf, or a thread, `store_s`
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ class Snapshots:
         return Layer(layer_id=layer_id, disk_bytes=answer["bytes"], inodes=answer["inodes"])
 
     async def _on_disk(self, disk: SnapshotDisk, order: dict[str, Any], *, sources: Sequence[str]) -> str:
-        """Have a layer of the disk made by the keeper, which may read what a sandbox has closed to this user."""
+        """Have a layer of the disk made by the shelf, which may read what a sandbox has closed to this user."""
         loop = asyncio.get_running_loop()
         layer_id = self._new_id()
         target = await loop.run_in_executor(None, disk.begin, layer_id)
@@ -179,7 +179,7 @@ class Snapshots:
 
     def on_report(self, report: dict[str, Any]) -> None:
         """Take what the zygote says about layers."""
-        if report["op"] == "keeper_lost":
+        if report["op"] == "shelf_lost":
             self.lose()
             return
         number = report["n"]
@@ -195,7 +195,7 @@ class Snapshots:
         self._late.clear()
         for future in self._waiting.values():
             if not future.done():
-                future.set_result({"errno": errno.EPIPE, "message": "the keeper of layers ended"})
+                future.set_result({"errno": errno.EPIPE, "message": "the shelf of layers ended"})
 
     async def _ask(self, order: dict[str, Any], *, limit_s: float) -> dict[str, Any]:
         number = next(self._numbers)

@@ -1,11 +1,11 @@
-"""The keeper: holds the layers of snapshots after the sandboxes that wrote them have ended.
+"""The shelf: holds the layers of snapshots after the sandboxes that wrote them have ended.
 
-A layer is a file system in memory that was a sandbox's own. The keeper mounts each in a mount namespace that nobody
+A layer is a file system in memory that was a sandbox's own. The shelf mounts each in a mount namespace that nobody
 else sees, lends copies of the mount to new sandboxes, and lets go of it when told. It is forked from the zygote at the
 first snapshot, and ends with it; the kernel then frees the layers.
 
     who waits for what
-    keeper      a request of the zygote, or its end
+    shelf       a request of the zygote, or its end
     zygote      nothing: answers come when they come
     a child     does what takes its time (dropping, merging and storing), so that lending never waits
 """
@@ -33,7 +33,7 @@ _SPARE_BYTES, _SPARE_INODES = 1024 * 1024, 256
 Answer = tuple[dict[str, Any], list[int]]
 
 
-class Keeper:
+class Shelf:
     """Takes requests one by one.
 
     Args:
@@ -68,7 +68,7 @@ class Keeper:
         self,
         request: dict[str, Any],
         descriptors: list[int],
-        act: Callable[[Keeper, dict[str, Any], list[int]], Answer],
+        act: Callable[[Shelf, dict[str, Any], list[int]], Answer],
     ) -> None:
         answer: dict[str, Any]
         given: list[int] = []
@@ -161,11 +161,11 @@ class Keeper:
         kernel.sync_file_system(descriptors[0])
         return {}, []
 
-    _quick: dict[str, Callable[[Keeper, dict[str, Any], list[int]], Answer]] = {  # noqa: RUF012
+    _quick: dict[str, Callable[[Shelf, dict[str, Any], list[int]], Answer]] = {  # noqa: RUF012
         "hold": _hold,
         "lend": _lend,
     }
-    _slow: dict[str, Callable[[Keeper, dict[str, Any], list[int]], Answer]] = {  # noqa: RUF012
+    _slow: dict[str, Callable[[Shelf, dict[str, Any], list[int]], Answer]] = {  # noqa: RUF012
         "drop": _drop,
         "merge": _merge,
         "join": _join,
@@ -192,14 +192,14 @@ def _lay_layer(source: str, target: str) -> None:
 
 
 def run(connection: socket.socket) -> None:
-    """Serve as the keeper in a fresh clone of the zygote; never returns."""
+    """Serve as the shelf in a fresh clone of the zygote; never returns."""
     kernel.die_with_parent()
     kernel.close_all_except((0, 1, 2, connection.fileno()))
-    kernel.set_name("sandbox-keeper")
+    kernel.set_name("sandbox-shelf")
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for its children
     try:
         connection.recv(len(GO))  # as a plain user this process owns nothing before its ids are mapped
-        Keeper(connection).serve()
+        Shelf(connection).serve()
     except BaseException:
         traceback.print_exc()  # the zygote's stderr is read by its owner
     os._exit(0)
