@@ -169,8 +169,8 @@ class AdapterLoader:
         if source is None:
             shown, known = name[:256], ", ".join(map(repr, self._sources))
             raise ModelError(
-                f"adapter {shown!r} is unknown here; known are {known}. Start the replica with --adapter {shown}=DIR, or "
-                "ask one that has it"
+                f"adapter {shown!r} is unknown here; known are {known}. Start the replica with --adapter {shown}=DIR, "
+                "or ask one that has it"
             )
         return source
 

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import httpx2
 import msgspec
@@ -215,7 +215,7 @@ async def service_of(loader: AdapterLoader, *, limits: LimitSettings | None = No
     repository.put(MODEL)
     replica = Replica(
         engine=loader.engine,
-        repository=repository,
+        repository=cast(Any, repository),
         kv_policy="keep",
         load_deadline_s=20.0,
         owner="generator-0",

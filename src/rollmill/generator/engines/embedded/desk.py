@@ -23,7 +23,7 @@ R = TypeVar("R")
 class Runs(Protocol):
     """Runs work on a thread of the engine and returns what it gave."""
 
-    def __call__(self, work: Callable[[], R]) -> Awaitable[R]:
+    def __call__(self, work: Callable[[], R], /) -> Awaitable[R]:
         """Run it."""
         ...
 

@@ -147,7 +147,7 @@ class HostTier:
         if written != content.nbytes:
             self._note_damage(f"{written} of {content.nbytes} bytes were written; the disk may be full")
             return None
-        return hashlib.sha256(content).digest()
+        return hashlib.sha256(content.data).digest()
 
     def get(self, slot: int, entry: Entry) -> np.ndarray | None:
         """Return the bytes of an entry, uint8 [nbytes_of(entry)]; `None` if the slot does not hold them any more."""
@@ -160,7 +160,7 @@ class HostTier:
         except OSError as error:
             self._note_damage(f"{error.strerror}")
             read = -1
-        if read != content.nbytes or hashlib.sha256(content).digest() != self._by_use[slot]:
+        if read != content.nbytes or hashlib.sha256(content.data).digest() != self._by_use[slot]:
             if read >= 0:
                 self._note_damage(f"what was read is not what was written ({read} of {content.nbytes} bytes)")
             self._forget(slot)
