@@ -157,9 +157,11 @@ def test_a_disk_bomb_is_held_by_the_cap_of_bytes_and_ended(rig, tmp_path):
     check(victim, report, evidence, reason=DeathReason.POLICY_BYTES, of="disk_bytes")
 
 
-MEMORY_BOMB = (
-    'while true; do python3 -c \'held = []\nwhile True: held.append(bytes(1 << 20).replace(b"0", b"1"))\'; done'
-)
+MEMORY_BOMB = """while true; do python3 -c '
+held = []
+while True:
+    held.append(bytes([1]) * (1 << 20))
+'; done"""
 
 
 @needs_root
@@ -168,7 +170,7 @@ def test_a_memory_bomb_that_is_started_again_and_again_is_ended(rig, tmp_path):
         rig, tmp_path, lambda sandbox: sandbox.exec(["sh", "-c", MEMORY_BOMB], timeout_s=30.0)
     )
     check(victim, report, evidence, reason=DeathReason.POLICY_MEMORY)
-    assert max(one["memory_bytes"] for one in evidence["samples"]) <= LIMITS.memory_bytes
+    assert max(one["memory_bytes"] or 0 for one in evidence["samples"]) <= LIMITS.memory_bytes
     assert evidence["samples"][-1]["oom_kills"] >= QUICK.oom_kills
 
 
