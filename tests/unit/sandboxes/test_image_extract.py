@@ -164,6 +164,17 @@ def test_layers_above_their_number_are_refused(tmp_path):
         add_tars(store, tar(file("a")), tar(file("b")))
 
 
+def test_layers_that_were_there_count_for_the_size_of_an_image_too(tmp_path):
+    one, two = tar(file("a", b"x" * 60)), tar(file("b", b"x" * 60))
+    add_tars(new_store(tmp_path / "store"), one, name="one")
+    store = new_store(tmp_path / "store", limits=small(total_bytes=100))
+    with pytest.raises(ImageError, match="has 120 bytes, most is 100"):
+        add_tars(store, two, base="one")
+    store = new_store(tmp_path / "store", limits=small(inodes=1))
+    with pytest.raises(ImageError, match="has 2 entries, most is 1"):
+        add_tars(store, two, base="one")
+
+
 def test_modes_times_and_links_are_as_in_the_archive(store):
     data = tar(
         directory("d", mode=0o1777, mtime=5),

@@ -123,6 +123,9 @@ def test_a_claim_with_a_time_can_be_renewed(store):
     held = store.take("image", what="snapshot", until_wall_s=time.time() - 1)
     held.renew(time.time() + 100)
     assert reason_of(lambda: store.remove("image")) is Refusal.IN_USE
+    held.renew(time.time() - 1)
+    store.collect()  # now nothing is left to renew
+    assert reason_of(lambda: held.renew(time.time() + 100)) is Refusal.UNKNOWN
 
 
 def test_a_claim_that_cannot_be_read_keeps_everything(store):

@@ -149,6 +149,8 @@ def pax(records: bytes, *, flag: bytes = b"x") -> bytes:
         (pax(b"12 mtime=1e\n"), Refusal.MALFORMED),
         (pax(b"22 GNU.sparse.major=1\n"), Refusal.SPARSE),
         (pax(b"10 path=a\n", flag=b"g"), Refusal.MALFORMED),
+        (pax(b"22 GNU.sparse.major=1\n", flag=b"g"), Refusal.MALFORMED),
+        (pax(b"10 path=a\n")[:1024] + pax(b"10 path=b\n"), Refusal.MALFORMED),
         (pax(b"a" * (1024**2 + 1)), Refusal.MALFORMED),
         (pax(b"10 path=a\n")[:1024] + END, Refusal.TRUNCATED),
     ],
@@ -159,6 +161,14 @@ def test_extended_headers_that_cannot_be_trusted_are_refused(data, kind):
 
 def test_a_global_comment_as_git_writes_it_does_no_harm():
     assert len(read(pax(b"14 comment=ab\n", flag=b"g"))) == 1
+
+
+def test_a_global_header_gives_owners_and_times_until_an_entry_has_its_own():
+    told = pax(b"9 uid=77\n9 gid=78\n11 mtime=5\n", flag=b"g")[:1024]
+    plain = tar(file("a"), format=tarfile.USTAR_FORMAT)[:512]
+    own = Entry(path=b"b", kind=Kind.FILE, uid=2**22)
+    found = [entry for entry, _ in read(told + plain + raw_tar([(own, b"")]))]
+    assert [(one.uid, one.gid, one.mtime_ns) for one in found] == [(77, 78, 5 * 10**9), (2**22, 78, 5 * 10**9)]
 
 
 def long_name(size: int, *, flag: bytes = b"L") -> bytes:

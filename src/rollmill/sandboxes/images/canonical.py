@@ -202,30 +202,47 @@ def _attributes(descriptor: int, *, prefix: str = "") -> Attributes:
 
 def seal_of(directory: Path, *, owners: bool) -> str:
     """Return the seal of an unpacked layer, from what is on the disk now."""
-    seal = Seal()
     root = tree_files.open_root(directory)
     try:
-        _seal_directory(root, b"", seal, owners=owners)
+        sealer = _Sealer(owners=owners)
+        sealer.directory(root, b"")
     finally:
         os.close(root)
-    return seal.text()
+    return sealer.seal.text()
 
 
-def _seal_directory(here: int, path: bytes, seal: Seal, *, owners: bool) -> None:
-    seal.add(seal_line(path, os.fstat(here), owners=owners, xattrs=_attributes(here, prefix="user.")))
-    for one in os.listdir(here):
-        name = os.fsencode(one)
-        below = path + b"/" + name if path else name
-        told = os.stat(name, dir_fd=here, follow_symlinks=False)
-        if stat.S_ISDIR(told.st_mode):
-            descriptor = os.open(name, _DIRECTORY, dir_fd=here)
-            try:
-                _seal_directory(descriptor, below, seal, owners=owners)
-            finally:
-                os.close(descriptor)
-            continue
-        content, xattrs = sealed(here, name, told)
-        seal.add(seal_line(below, told, owners=owners, content=content, xattrs=xattrs))
+class _Sealer:
+    def __init__(self, *, owners: bool) -> None:
+        self.seal = Seal()
+        self._owners = owners
+        self._linked: dict[int, tuple[bytes, Attributes]] = {}
+
+    def directory(self, here: int, path: bytes) -> None:
+        self._add(path, os.fstat(here), xattrs=_attributes(here, prefix="user."))
+        for one in os.listdir(here):
+            name = os.fsencode(one)
+            below = path + b"/" + name if path else name
+            told = os.stat(name, dir_fd=here, follow_symlinks=False)
+            if stat.S_ISDIR(told.st_mode):
+                descriptor = os.open(name, _DIRECTORY, dir_fd=here)
+                try:
+                    self.directory(descriptor, below)
+                finally:
+                    os.close(descriptor)
+                continue
+            content, xattrs = self._inside(here, name, told)
+            self._add(below, told, content=content, xattrs=xattrs)
+
+    def _inside(self, here: int, name: bytes, told: os.stat_result) -> tuple[bytes, Attributes]:
+        """Return what is in a file; one of several links is read once."""
+        if told.st_nlink == 1:
+            return sealed(here, name, told)
+        if told.st_ino not in self._linked:
+            self._linked[told.st_ino] = sealed(here, name, told)
+        return self._linked[told.st_ino]
+
+    def _add(self, path: bytes, told: os.stat_result, *, content: bytes = b"", xattrs: Attributes = ()) -> None:
+        self.seal.add(seal_line(path, told, owners=self._owners, content=content, xattrs=xattrs))
 
 
 def sealed(above: int, name: bytes, told: os.stat_result) -> tuple[bytes, Attributes]:

@@ -11,7 +11,7 @@ import shutil
 import subprocess
 import threading
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import IO, Any
 
@@ -51,10 +51,10 @@ class HashedStream:
             raise refused(Refusal.DIGEST, f"{self._what} is longer than the {self._most} bytes it is said to have")
         return data
 
-    def drain(self) -> None:
-        """Read to the end: what follows an archive's end belongs to its digest."""
+    def drain(self, check: Callable[[], None]) -> None:
+        """Read to the end, since what follows an archive's end belongs to its digest; `check` may end it."""
         while self.read(_CHUNK):
-            pass
+            check()
 
     @property
     def digest(self) -> str:

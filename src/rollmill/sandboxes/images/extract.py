@@ -32,7 +32,7 @@ from rollmill.sandboxes.images.entries import (
     marker_of,
     split_path,
 )
-from rollmill.sandboxes.images.objects import ObjectPool, Seal, object_key, seal_line
+from rollmill.sandboxes.images.objects import Attributes, ObjectPool, Seal, object_key, seal_line
 from rollmill.sandboxes.images.refusals import Refusal, refused, shown
 from rollmill.sandboxes.images.work import Work
 from rollmill.sandboxes.records import Record
@@ -132,6 +132,7 @@ class Extractor:
         self._begun_inodes = work.done_inodes
         self.fresh: dict[str, Parts] = {}
         self._used: set[str] = set()
+        self._contents: dict[Parts, tuple[bytes, Attributes]] = {}
 
     def __enter__(self) -> Extractor:
         """Begin."""
@@ -264,6 +265,7 @@ class Extractor:
         self._counts.content_bytes += entry.size
         self._counts.disk_bytes += -(-entry.size // _BLOCK) * _BLOCK
         self._seal.add(seal_line(b"/".join(parts), told, owners=self._owners, content=digest, xattrs=attributes))
+        self._contents[parts] = digest, attributes
         self._share(parent, parts, key=object_key(told, content=digest, xattrs=attributes), size=entry.size)
 
     def _copy(self, descriptor: int, content: Content) -> bytes:
@@ -313,7 +315,9 @@ class Extractor:
         finally:
             os.close(above)
         self._counts.files += 1
-        inside, attributes = sealed(parent, parts[-1], told)
+        # Known, where the target is a file: many links to a large one must not cost a reading each.
+        inside, attributes = self._contents.get(target) or sealed(parent, parts[-1], told)
+        self._contents[parts] = inside, attributes
         path = b"/".join(parts)
         self._seal.add(seal_line(path, told, owners=self._owners, content=inside, xattrs=attributes))
 

@@ -70,10 +70,15 @@ class Holds:
         path = self._directory / f"{os.getpid()}-{os.urandom(6).hex()}.json"
         return Hold(path, record, durable=until_wall_s is not None)
 
-    def standing(self, *, now_wall_s: float) -> tuple[HoldRecord, ...]:
-        """Return the claims that count, and remove the files of those that do not any more.
+    def standing(self, *, now_wall_s: float, tidy: bool) -> tuple[HoldRecord, ...]:
+        """Return the claims that count.
 
         A file that cannot be read keeps everything: nothing is removed by mistake.
+
+        Args:
+            now_wall_s: the time.
+            tidy: remove the files of those that do not count any more; only for who has the books alone, as another
+                may be renewing one.
 
         Raises:
             msgspec.MsgspecError: at such a file.
@@ -86,6 +91,6 @@ class Holds:
                 continue
             if record.stands(now_wall_s=now_wall_s):
                 found.append(record)
-            else:
+            elif tidy:
                 path.unlink(missing_ok=True)
         return tuple(found)

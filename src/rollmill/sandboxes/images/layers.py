@@ -83,8 +83,8 @@ class ArchiveLayer:
                 inner = HashedStream(inside, what=self.what)
                 for entry, body in TarReader(inner):
                     extractor.add(entry, body)
-                inner.drain()
-            outer.drain()
+                inner.drain(work.check)
+            outer.drain(work.check)
         if self._packed is not None and outer.digest != self._packed:
             raise _mismatch(f"{self.what}, {outer.count} bytes as stored,", outer.digest, self._packed)
         if self.content is not None and inner.digest != self.content:

@@ -54,7 +54,7 @@ class Layout:
         self._owner = owner
         try:
             directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-            told = directory.stat()
+            told, above = directory.stat(), directory.parent.stat()
             for part in _PARTS:
                 (directory / part).mkdir(mode=0o700, exist_ok=True)
         except OSError as error:
@@ -63,6 +63,10 @@ class Layout:
             raise ConfigError(
                 f"{directory} belongs to user {told.st_uid} and has mode {told.st_mode & 0o7777:o}; an image store "
                 f"must be this user's ({os.geteuid()}) and writable to nobody else: whoever writes there writes images."
+            )
+        if above.st_uid not in (0, os.geteuid()):
+            raise ConfigError(
+                f"{directory.parent} belongs to user {above.st_uid}, who could exchange the images in it."
             )
         self._check_format()
 

@@ -76,6 +76,18 @@ class Preparation:
             what = f"the image {self.name!r} has more than {most} layers (limits.layers)"
             raise refused(Refusal.TOO_MANY, f"{what}; flatten it, as by exporting a container of it")
 
+    def _check_size(self) -> None:
+        """Bound the whole: layers that were there already have passed no bound of this preparation."""
+        limits = self.work.limits
+        content = sum(one.facts.content_bytes for one in self.layers)
+        inodes = sum(one.facts.inodes for one in self.layers)
+        if content > limits.total_bytes:
+            what = f"the image {self.name!r} has {content} bytes, most is {limits.total_bytes} (limits.total_bytes)"
+            raise refused(Refusal.TOO_LARGE, what)
+        if inodes > limits.inodes:
+            what = f"the image {self.name!r} has {inodes} entries, most is {limits.inodes} (limits.inodes)"
+            raise refused(Refusal.TOO_MANY, what)
+
     def directories(self) -> tuple[Path, ...]:
         """Return the directories of the layers so far, the uppermost first."""
         return tuple(self._makers.tree(one) for one in reversed(self.layers))
@@ -88,6 +100,7 @@ class Preparation:
         """
         if not self.layers:
             raise refused(Refusal.MALFORMED, f"the image {self.name!r} would have no layer at all")
+        self._check_size()
         self.work.enter("write the manifest")
         manifest = Manifest(layers=tuple(one.id for one in self.layers), config=config or self.config)
         return self._finish(manifest)

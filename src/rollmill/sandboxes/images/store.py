@@ -90,17 +90,23 @@ class HeldImage:
         digest: str,
         config: ImageConfig,
         layers: tuple[Path, ...],
+        renew: Callable[[float], None],
         on_release: Callable[[], None] | None = None,
     ) -> None:
         self._hold = hold
+        self._renew = renew
         self._on_release = on_release
         self.digest = digest
         self.config = config
         self.layers = layers
 
     def renew(self, until_wall_s: float) -> None:
-        """Hold it until another time, whether or not this process lives."""
-        self._hold.renew(until_wall_s)
+        """Hold it until another time, whether or not this process lives.
+
+        Raises:
+            ImageError: if the claim has ended and was tidied away: the image may be gone.
+        """
+        self._renew(until_wall_s)
 
     def release(self) -> None:
         """Let it go; to be called once or more."""
@@ -206,11 +212,11 @@ class ImageStore:
 
     def _claims(self) -> tuple[HoldRecord, ...]:
         with self._adding():
-            return self._standing()
+            return self._standing(tidy=False)
 
-    def _standing(self) -> tuple[HoldRecord, ...]:
+    def _standing(self, *, tidy: bool) -> tuple[HoldRecord, ...]:
         try:
-            return self._holds.standing(now_wall_s=time.time())
+            return self._holds.standing(now_wall_s=time.time(), tidy=tidy)
         except msgspec.MsgspecError as error:
             what = f"a claim in {self.layout.part('holds')} cannot be read ({error}), so nothing is removed"
             raise refused(Refusal.DAMAGED, f"{what}. Look what it is, and delete the file.") from error
@@ -379,8 +385,16 @@ class ImageStore:
             digest=digest,
             config=manifest.config,
             layers=paths,
+            renew=lambda until: self._renew(hold, until),
             on_release=self._unmount_idle if mounted else None,
         )
+
+    def _renew(self, hold: Hold, until_wall_s: float) -> None:
+        with self._adding():
+            if not hold.path.exists():
+                what = f"the claim {hold.record.what!r} has ended, and the image may be gone"
+                raise refused(Refusal.UNKNOWN, f"{what}. Take it again, and renew it in time.")
+            hold.renew(until_wall_s)
 
     # -- removing ----------------------------------------------------------------------------------------------------
 
@@ -412,7 +426,7 @@ class ImageStore:
 
     def _inventory(self) -> Inventory:
         """Return what is there; layers and manifests that cannot be read are nobody's."""
-        claims = self._standing()
+        claims = self._standing(tidy=True)
         names = self.layout.all_names()
         images: dict[str, ImageStock] = {}
         for digest in self.layout.all_digests():

@@ -37,7 +37,8 @@ _KINDS = {
     b"6": Kind.FIFO,
 }
 _FLAGS = {kind: flag for flag, kind in reversed(_KINDS.items()) if flag not in (b"\0", b"7")}
-_XATTR = b"SCHILY.xattr."
+_XATTR, _SPARSE = b"SCHILY.xattr.", b"GNU.sparse."
+_GLOBAL = frozenset({b"uid", b"gid", b"mtime"})
 
 
 class ByteSource(Protocol):
@@ -145,11 +146,15 @@ class TarReader:
             return
         records = _pax_records(data)
         if flag == b"x":
+            if extra.records:
+                raise refused(Refusal.MALFORMED, f"two headers announce one entry, at byte {self.offset}")
             extra.records.update(records)
             return
-        if {b"path", b"linkpath", b"size"} & records.keys():
-            raise refused(Refusal.MALFORMED, "a global header gives all entries one path, link or size")
-        self._defaults.update(records)
+        strange = [key for key in records if key in (b"path", b"linkpath", b"size") or key.startswith(_SPARSE)]
+        if strange:
+            what = f"a global header gives all entries one {shown(strange[0])}, which readers take differently"
+            raise refused(Refusal.MALFORMED, what)
+        self._defaults.update({key: records[key] for key in _GLOBAL & records.keys()})
 
     def _skip(self, count: int, name: bytes) -> None:
         if count and self._skip_far is not None:
@@ -220,7 +225,7 @@ def _pax_records(data: bytes) -> dict[bytes, bytes]:
 def _entry(block: bytes, flag: bytes, extra: _Extra, defaults: dict[bytes, bytes]) -> Entry:
     records = defaults | extra.records
     path, link = _names(block, extra, records)
-    if flag == b"S" or any(key.startswith(b"GNU.sparse.") for key in records):
+    if flag == b"S" or any(key.startswith(_SPARSE) for key in records):
         what = f"{shown(path)} is stored as a sparse file, which readers expand differently; pack it without --sparse"
         raise refused(Refusal.SPARSE, what)
     kind = _KINDS.get(flag)

@@ -1,0 +1,123 @@
+"""The store under any order of preparations, claims, ends of processes, collections and damage by kills."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from pathlib import Path
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from image_builders import add_tars, file, new_store, tar
+from rollmill.errors import ImageError
+from rollmill.sandboxes.disk_records import ProcessMark, boot_id
+from rollmill.sandboxes.images import HeldImage
+from rollmill.sandboxes.images.refusals import Refusal
+
+# Layers of one file each; two of them hold an equal file, so that the pool of shared files is in the game.
+CONTENTS = {"a": b"1" * 5000, "b": b"1" * 5000, "c": b"2" * 9000, "d": b"3"}
+LAYERS = {name: tar(file(name, data, mtime=1)) for name, data in CONTENTS.items()}
+ENDED = ProcessMark(pid=2**22, started_ticks=1, boot_id="")
+
+names = st.sampled_from(["one", "two", "three"])
+chains = st.lists(st.sampled_from("abcd"), min_size=1, max_size=3, unique=True)
+
+
+class Store(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.place = Path(tempfile.mkdtemp())
+        self.store = new_store(self.place / "store")
+        self.known: dict[str, list[str]] = {}
+        self.held: list[tuple[str, HeldImage, list[str]]] = []
+
+    def teardown(self) -> None:
+        shutil.rmtree(self.place)
+
+    @rule(name=names, chain=chains)
+    def prepare(self, name: str, chain: list[str]) -> None:
+        add_tars(self.store, *(LAYERS[one] for one in chain), name=name)
+        self.known[name] = chain
+
+    @rule(name=names)
+    def hold(self, name: str) -> None:
+        if name not in self.known:
+            return
+        held = self.store.take(name, what="test")
+        self.held.append((name, held, self.known[name]))
+
+    @rule(name=names)
+    def hold_by_a_process_that_has_ended(self, name: str) -> None:
+        if name in self.known:
+            self.store.take(name, what="ended", owner=ENDED)
+
+    @rule(number=st.integers(0, 10))
+    def release(self, number: int) -> None:
+        if self.held:
+            self.held.pop(number % len(self.held))[1].release()
+
+    @rule(name=names)
+    def remove(self, name: str) -> None:
+        if name not in self.known:
+            return
+        digest = self.store.show(name).digest
+        others = [one for one in self.known if one != name and self.store.show(one).digest == digest]
+        try:
+            self.store.remove(name)
+        except ImageError as error:
+            assert error.reason == Refusal.IN_USE.value
+            assert not others
+            assert any(held.digest == digest for _, held, _ in self.held)
+            return
+        assert others or not any(held.digest == digest for _, held, _ in self.held)
+        del self.known[name]
+
+    @rule(budget=st.sampled_from([0, 15_000, 30_000]))
+    def collect(self, budget: int) -> None:
+        report = self.store.collect(budget_bytes=budget, grace_s=0.0)
+        left = self._size({name for name in self.store.layout.all_layers()})
+        assert report.left_bytes == left
+        assert report.over_bytes == max(0, left - budget)
+        if left > budget:  # then nothing is left but what is held
+            kept = {layer for _, held, _ in self.held for layer in self.store.resolve(held.digest)[1].layers}
+            assert set(self.store.layout.all_layers()) <= kept
+        there = {one.name for one in self.store.layout.all_names()}
+        self.known = {name: chain for name, chain in self.known.items() if name in there}
+
+    def _size(self, layers: set[str]) -> int:
+        found = [self.store.layout.read_layer(one) for one in layers]
+        return sum(one.disk_bytes for one in found if one is not None)
+
+    @rule()
+    def kill_in_the_middle_and_open_again(self) -> None:
+        """What a killed preparation leaves: half a layer, half a name."""
+        tmp = self.store.layout.part("tmp") / f"{2**22}.1.{boot_id()}.x"
+        (tmp / "layer/root").mkdir(parents=True, exist_ok=True)
+        (self.store.layout.part("names") / f".one.json.{2**22}.x").write_text("{", encoding="ascii")
+        self.store = new_store(self.place / "store")
+        assert self.store.repaired == 2
+
+    @invariant()
+    def every_name_leads_to_a_whole_image(self) -> None:
+        assert {one.name for one in self.store.layout.all_names()} == set(self.known)
+        for name, chain in self.known.items():
+            assert self.store.verify(name) == ()
+            with self.store.hold(name, what="look") as held:
+                assert [next(layer.iterdir()).name for layer in held.layers] == chain[::-1]
+
+    @invariant()
+    def what_is_held_is_there(self) -> None:
+        for _, held, chain in self.held:
+            for layer, name in zip(held.layers, chain[::-1], strict=True):
+                assert (layer / name).read_bytes() == CONTENTS[name]
+
+    @invariant()
+    def nothing_lies_about(self) -> None:
+        for part in ("tmp", "trash"):
+            assert list(self.store.layout.part(part).iterdir()) == []
+
+
+TestStore = Store.TestCase
+TestStore.settings = settings(max_examples=12, stateful_step_count=15, deadline=None)
