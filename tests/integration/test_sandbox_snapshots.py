@@ -664,10 +664,13 @@ def test_a_terminal_controls_its_program_and_changes_its_size(rig):
 def test_a_signal_typed_into_a_terminal_reaches_its_program(rig):
     async def body(provider: Provider) -> None:
         sandbox = await start(provider)
-        process = await sandbox.start_process(["sh", "-c", "echo ready; sleep 600"], pty=(24, 80))
-        output = process.output()
-        assert (await anext(output))[1].startswith(b"ready")
-        await process.write_stdin(b"\x03")
+        process = await sandbox.start_process(["cat"], pty=(24, 80))
+        await process.write_stdin(b"ready\n")
+        seen = b""
+        async for _, data in process.output():
+            seen += data
+            if seen == b"ready\r\nready\r\n":  # by the terminal, and by the program
+                await process.write_stdin(b"\x03")
         assert (await process.wait()).exit_code == -signal.SIGINT
         killed = await sandbox.start_process(["sleep", "600"], pty=(24, 80))
         await killed.signal(signal.SIGKILL)
