@@ -13,6 +13,8 @@ from fake_daytona import FakeDaytona
 from fake_docker import FakeDocker
 from fake_e2b import TOKEN as E2B_TOKEN
 from fake_e2b import FakeE2B
+from fake_kubernetes import TOKEN as KUBERNETES_TOKEN
+from fake_kubernetes import FakeKubernetes
 from fake_modal import FakeModal
 from fake_prime import TOKEN as PRIME_TOKEN
 from fake_prime import FakePrime
@@ -23,6 +25,7 @@ from rollmill.sandboxes.backends.docker import DockerProvider, DockerSettings
 from rollmill.sandboxes.backends.e2b import E2BProvider, E2BSettings
 from rollmill.sandboxes.backends.hosted import HostedProvider
 from rollmill.sandboxes.backends.http import Secret
+from rollmill.sandboxes.backends.kubernetes import KubernetesProvider, KubernetesSettings
 from rollmill.sandboxes.backends.modal import ModalProvider, ModalSettings
 from rollmill.sandboxes.backends.prime import PrimeProvider, PrimeSettings
 from rollmill.sandboxes.backends.swerex import SweRexProvider, SweRexSettings
@@ -64,6 +67,16 @@ async def open_daytona(engine: Provider, directory: Path, **settings: Any) -> Op
     return DaytonaProvider(DaytonaSettings(api_url=f"{fake.server.url}/api", token=token, **settings)), fake
 
 
+async def open_kubernetes(engine: Provider, directory: Path, **settings: Any) -> Opened:
+    fake = FakeKubernetes(engine)
+    await fake.server.start()
+    token = Secret(KUBERNETES_TOKEN)
+    isolation = IsolationLevel.CAPPED
+    return KubernetesProvider(
+        KubernetesSettings(server=fake.server.url, token=token, isolation=isolation, **settings)
+    ), fake
+
+
 async def open_modal(engine: Provider, directory: Path, **settings: Any) -> Opened:
     fake = FakeModal(engine)
     return ModalProvider(ModalSettings(**settings), fake), fake
@@ -80,6 +93,7 @@ OPENERS: dict[str, Callable[..., Awaitable[Opened]]] = {
     "docker": open_docker,
     "docker_read_only": open_docker_read_only,
     "e2b": open_e2b,
+    "kubernetes": open_kubernetes,
     "modal": open_modal,
     "prime": open_prime,
     "swerex": open_swerex,
@@ -90,6 +104,7 @@ LEVELS = {
     "docker": _CAPPED,
     "docker_read_only": _CAPPED,
     "e2b": frozenset({"virtual_machine"}),
+    "kubernetes": _CAPPED,
     "modal": frozenset({"own_kernel"}),
     "prime": frozenset({"virtual_machine"}),
     "swerex": frozenset({"hardened"}),

@@ -157,6 +157,7 @@ async def _read(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> R
     else:
         body = await reader.readexactly(int(headers.get("content-length", 0)))
     parts = urlsplit(target)
+    headers["x-raw-query"] = parts.query
     query = dict(parse_qsl(parts.query, keep_blank_values=True))
     return Request(method, unquote(parts.path), query, headers, body, reader, writer)
 

@@ -13,6 +13,7 @@ import json
 import math
 import os
 import re
+import ssl
 import time
 from collections.abc import AsyncIterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -206,6 +207,7 @@ class VendorHttp:
         socket: path of a Unix socket to go through.
         connections: most of them at once.
         secrets: never repeated in messages, also when the service repeats them.
+        trust: which certificates are trusted, the system's if `None`.
         extra: which extra of the project brings the HTTP client.
     """
 
@@ -219,6 +221,7 @@ class VendorHttp:
         socket: str = "",
         connections: int = 200,
         secrets: tuple[str, ...] = (),
+        trust: ssl.SSLContext | None = None,
         extra: str = "hosted",
     ) -> None:
         try:
@@ -238,6 +241,7 @@ class VendorHttp:
                 base_url=self.base_url,
                 headers=dict(headers or {}),
                 transport=transport,
+                verify=True if trust is None else trust,
                 limits=limits,
                 timeout=httpx.Timeout(None, connect=_CONNECT_S),
                 follow_redirects=False,  # a token goes nowhere else

@@ -22,7 +22,15 @@ _LAST_WORDS_S = 0.3
 _END_LOOKS = 200
 _END_LOOK_S = 0.02
 _NOT_RUNNING = ("is not running", "is paused", "no such container", "container state improper")
-_DISKS = 'for d; do stat -f -c "%S %b %f %c %d" "$d" || exit 1; done'
+_DISKS = """
+s=
+for d; do
+  n=$(stat -c %d "$d") || exit 1
+  case " $s " in *" $n "*) continue ;; esac
+  s="$s $n"
+  stat -f -c "%S %b %f %c %d" "$d" || exit 1
+done
+"""
 
 
 class ExecProcess:

@@ -72,6 +72,7 @@ class HostedProvider(Generic[D]):
         self._starting: dict[str, asyncio.Future[HostedSandbox]] = {}
         self._ends: OrderedDict[str, SandboxStatus] = OrderedDict()
         self._undone: set[asyncio.Task[None]] = set()
+        self._held: set[asyncio.Task[Any]] = set()
         self._closed = False
 
     async def __aenter__(self) -> Self:
@@ -233,6 +234,7 @@ class HostedProvider(Generic[D]):
             lease=lease,
             wall_left_s=max(0.0, wall_left_s),
             on_end=self._on_end,
+            held=self._held,
         )
         sandbox.found = found
         sandbox.digest = marks.digest_of(spec)
@@ -434,6 +436,9 @@ class HostedProvider(Generic[D]):
             for sandbox in list(self._alive.values()):
                 await sandbox.let_go()
             self._alive.clear()
+            for task in list(self._held):
+                task.cancel()
+            await asyncio.gather(*self._held, return_exceptions=True)
             await self.driver.close()
 
 

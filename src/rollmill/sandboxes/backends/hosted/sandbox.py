@@ -56,6 +56,7 @@ class HostedSandbox(HostedFileCalls):
         lease: the first one.
         wall_left_s: until its wall limit.
         on_end: called once with it when nothing of it is left.
+        held: keeps its tasks: the loop itself holds none, and a sandbox that has ended is held by nobody.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class HostedSandbox(HostedFileCalls):
         lease: Lease,
         wall_left_s: float,
         on_end: Callable[[HostedSandbox], None],
+        held: set[asyncio.Task[Any]],
     ) -> None:
         self._id = sandbox_id
         self._driver = driver
@@ -78,6 +80,7 @@ class HostedSandbox(HostedFileCalls):
         self.labels = dict(labels)
         self._lease = lease
         self._on_end = on_end
+        self._held = held
         self._loop = asyncio.get_running_loop()
         self._created_s = self._loop.time()
         self._ends_s = self._created_s + wall_left_s
@@ -141,8 +144,9 @@ class HostedSandbox(HostedFileCalls):
     def spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         """Start a task that is held until it ends."""
         task = self._loop.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        for tasks in (self._tasks, self._held):
+            tasks.add(task)
+            task.add_done_callback(tasks.discard)
         return task
 
     def order_end(self, reason: DeathReason, detail: str = "") -> None:
