@@ -1,4 +1,4 @@
-"""The routes of the service on the fake provider, without a socket and in virtual time: encodings, errors, deadlines."""
+"""The routes of the service on the fake provider, without a socket, in virtual time: encodings, errors, deadlines."""
 
 from __future__ import annotations
 
@@ -241,14 +241,14 @@ def test_a_deadline_of_a_listener_ends_the_stream_and_not_the_program():
     served(scenario)
 
 
-def test_a_program_ends_with_its_sandbox_and_the_stream_says_that_it_is_not_found():
+def test_a_program_ends_with_its_sandbox_and_the_stream_leaves_it_to_its_caller_to_look_for_that():
     async def scenario(world: World) -> None:
         await world.create()
         started = asyncio.ensure_future(world.stream("process.Process/Start", start("sleep", "99")))
         await asyncio.sleep(1)
         await world.node.kill(world.served.id)
         error = (await started)[-1]["error"]
-        assert (error["code"], "was not found" in error["message"]) == ("unavailable", True)
+        assert (error["code"], "was not found" in error["message"]) == ("unavailable", False)
 
     served(scenario)
 

@@ -180,4 +180,5 @@ def stamp(wall_s: float) -> str:
         >>> stamp(0.5)
         '1970-01-01T00:00:00.500000Z'
     """
-    return datetime.fromtimestamp(wall_s, UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
+    seconds, microseconds = divmod(round(wall_s * 1e6), 1_000_000)
+    return f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%dT%H:%M:%S}.{microseconds:06}Z"

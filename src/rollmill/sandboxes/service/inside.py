@@ -64,13 +64,15 @@ class Inside:
         return await self._shown(path, found)
 
     async def _shown(self, path: str, found: FileInfo) -> EntryInfo:
-        kind = found.kind
+        kind, target = found.kind, None
         if kind == "link":
+            target = found.target
             try:
-                _, end = await self.follow(path)
-            except RpcProblem:  # of itself
-                end = None
-            kind = "link" if end is None else end.kind
+                end, leads_to = await self.follow(path)
+            except RpcProblem:  # to itself
+                leads_to = None
+            if leads_to is not None:
+                kind, target = leads_to.kind, end
         return EntryInfo(
             name=posixpath.basename(path) or "/",
             type=_TYPES.get(kind, FileType.UNSPECIFIED),
@@ -81,7 +83,7 @@ class Inside:
             owner=self._names.owner(found.uid),
             group=self._names.group(found.gid),
             modified_time=datetime.fromtimestamp(found.modified_s, UTC),
-            symlink_target=found.target if found.kind == "link" else None,
+            symlink_target=target,
             is_symlink=found.kind == "link",
         )
 

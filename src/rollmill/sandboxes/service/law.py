@@ -133,8 +133,13 @@ def _is_wanted(one: Listed, wanted: Filter) -> bool:
         one.standing in wanted.standings
         and wanted.metadata.items() <= dict(one.metadata).items()
         and wanted.template in ("", one.template)
-        and one.started_s >= wanted.started_after_s
+        and _microseconds(one.started_s) >= _microseconds(wanted.started_after_s)
     )
+
+
+def _microseconds(time_s: float) -> int:
+    """Return a time as callers read it: they ask with what they were told."""
+    return round(time_s * 1e6)
 
 
 def _place(one: Listed) -> tuple[float, str]:

@@ -14,7 +14,7 @@ import contextlib
 import logging
 from collections.abc import Callable
 
-from rollmill.errors import RollmillError
+from rollmill.errors import RollmillError, SandboxDead
 from rollmill.sandboxes.protocol import Process
 from rollmill.sandboxes.records import Record
 from rollmill.sandboxes.service.connect import RpcProblem
@@ -119,6 +119,9 @@ class Program:
         """Pass everything on until its end, which is passed on too."""
         try:
             last = await self._pass_on()
+        except SandboxDead as error:
+            # Not in the words for a sandbox that was not found: callers then ask for its health, and say what they see.
+            last = RpcProblem("unavailable", f"the sandbox ended before the stream did: {error}")
         except RollmillError as error:
             last = rpc_problem_of(error)
         self._on_end(self)

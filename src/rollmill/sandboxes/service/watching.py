@@ -27,6 +27,7 @@ _MOST_EVENTS = 10_000
 _MOST_LINE_BYTES = 64 * 1024
 _START_S = 20.0
 _OUTPUT_BYTES = 64 * 1024**2
+_REPEATED = frozenset({EventType.WRITE, EventType.CHMOD})
 _SOURCE = Path(inotify_program.__file__)
 
 
@@ -36,6 +37,7 @@ class Watcher:
     def __init__(self, process: Process) -> None:
         self._process = process
         self._events: deque[FileEvent] = deque()
+        self._told: set[tuple[str, EventType]] = set()
         self._news = asyncio.Event()
         self.ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._end: RpcProblem | None = None
@@ -83,6 +85,13 @@ class Watcher:
             self._add(FileEvent(name=said["name"], type=EventType[said["type"]]))
 
     def _add(self, event: FileEvent) -> None:
+        """Keep an event; of many writes to one file that nobody has asked for yet, one."""
+        if event.type in _REPEATED:
+            if (event.name, event.type) in self._told:
+                return
+            self._told.add((event.name, event.type))
+        else:
+            self._told -= {(event.name, kind) for kind in _REPEATED}
         if len(self._events) >= _MOST_EVENTS:
             self._finish(RpcProblem("resource_exhausted", f"more than {_MOST_EVENTS} events were not asked for"))
             return
@@ -116,6 +125,7 @@ class Watcher:
         """
         events = tuple(self._events)
         self._events.clear()
+        self._told.clear()
         self._news.clear()
         if not events and self._end is not None:
             raise self._end
@@ -132,7 +142,9 @@ class Watcher:
                 raise self._end
             self._news.clear()
             await self._news.wait()
-        return self._events.popleft()
+        event = self._events.popleft()
+        self._told.discard((event.name, event.type))
+        return event
 
     async def close(self) -> None:
         """End its program."""
