@@ -16,6 +16,8 @@ async def main(directory: Path, name: str, count: int) -> None:
         for i in range(count):
             lease = Lease(owner=name, ttl_s=600.0)
             sandbox = await provider.create(SPEC, id=f"{name}-{i}", labels={"owner": name}, lease=lease)
+            if i % 2 == 0:
+                await sandbox.snapshot(id=f"{sandbox.id}-before")  # it goes on above a layer
             await sandbox.start_process(["sh", "-c", "setsid sleep 987654 & exec sleep 987654"])
             sys.stdout.write(f"{sandbox.id}\n")
             sys.stdout.flush()

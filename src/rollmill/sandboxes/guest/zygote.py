@@ -246,6 +246,8 @@ class Zygote:
         agent = socket.socket(fileno=descriptors[0])
         plan = order["plan"]
         groups = Groups(order["groups"])
+        # One that starts anew takes up the groups of its last life; they must not be removed under it.
+        self._emptying = [one for one in self._emptying if one.directories != groups.directories]
         try:
             plan["held"] = list(groups.create(Caps(**order["caps"])))
             # Without a cgroup that bounds the sandbox as a whole, each of its processes is bounded.

@@ -59,6 +59,7 @@ class _Target(NamedTuple):
     groups: Groups
     first: ProcessMark
     output_bytes: int
+    below: tuple[int, int] = (0, 0)  # bytes and inodes of the layers that it stands on
 
 
 class _Seen(NamedTuple):
@@ -186,7 +187,8 @@ def _target(sandbox: NamespaceSandbox) -> _Target | None:
     first = sandbox.record.first_process
     if first is None:
         return None  # just born: the zygote's word is under way
-    return _Target(sandbox.id, sandbox.spec.limits, sandbox.groups, first, sandbox.channel.output_bytes)
+    limits, output_bytes = sandbox.spec.limits, sandbox.channel.output_bytes
+    return _Target(sandbox.id, limits, sandbox.groups, first, output_bytes, below=sandbox.layer_counts)
 
 
 def _with_files(watched: Watched, *, disk_bytes: int | None, inodes: int | None) -> Watched:
@@ -278,7 +280,7 @@ class _Look:
         counts: dict[str, Any] = dict(counters.read())
         if not {"pids", "cpu_s", "memory_bytes"} <= counts.keys():
             counts = {**self._tree_counts(target), **counts}
-        files = _file_counts(target.first.pid)
+        files = _file_counts(target.first.pid, below=target.below)
         row = processes.read_row(target.first.pid)
         if row is None or row.state == "Z" or row.started_ticks != target.first.started_ticks:
             self.gone.add(target.sandbox_id)  # what was read may be another process's by now
@@ -312,7 +314,7 @@ def _memory_of(rows: list[ProcessRow], *, cap_bytes: int) -> int:
     return sum(one for one in exact if one is not None)
 
 
-def _file_counts(first_process: int) -> dict[str, int] | None:
+def _file_counts(first_process: int, *, below: tuple[int, int]) -> dict[str, int] | None:
     """Return what a sandbox's files take, `None` where its root is not shown: a plain user may not look there."""
     try:
         # All that a sandbox writes lies on one file system, and this mount of it nobody inside can exchange.
@@ -320,8 +322,8 @@ def _file_counts(first_process: int) -> dict[str, int] | None:
     except OSError:
         return None
     return {
-        "disk_bytes": (found.f_blocks - found.f_bfree) * found.f_frsize,
-        "inodes": found.f_files - found.f_ffree,
+        "disk_bytes": (found.f_blocks - found.f_bfree) * found.f_frsize + below[0],
+        "inodes": found.f_files - found.f_ffree + below[1],
     }
 
 

@@ -433,7 +433,7 @@ class NamespaceProvider(SnapshotCalls):
                 sandbox.distrust(f"its record cannot be written: {error}", DeathReason.START_FAILED)
 
     def _on_gone(self, sandbox: NamespaceSandbox, report: dict[str, Any]) -> None:
-        if sandbox.rested is not None and sandbox.ordered is None:
+        if sandbox.rested is not None and sandbox.ordered is None and not self.records.kill_noted(sandbox.id):
             if not sandbox.rested.done():
                 sandbox.rested.set_result(None)
             return

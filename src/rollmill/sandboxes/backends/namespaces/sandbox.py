@@ -163,7 +163,7 @@ class NamespaceSandbox(FileCalls):
         self._end_s = end_s
         self._order_kill = order_kill
         self._loop = asyncio.get_running_loop()
-        self._created_s = self._loop.time()
+        self._created_s = self._begun_s = self._loop.time()
         self._state = SandboxState.STARTING
         self._death: Death | None = None
         self.ordered: DeathReason | None = None
@@ -215,8 +215,8 @@ class NamespaceSandbox(FileCalls):
 
     def start_phases(self) -> tuple[float, float]:
         """Return, now that it answers, how long its first process took to run, and from then its agent to answer."""
-        first_s = self._created_s if self.first_process_s is None else self.first_process_s
-        return first_s - self._created_s, self._loop.time() - first_s
+        first_s = self._begun_s if self.first_process_s is None else self.first_process_s
+        return first_s - self._begun_s, self._loop.time() - first_s
 
     def became_ready(self, protections: tuple[str, ...]) -> None:
         """Note that its agent answers."""
@@ -390,6 +390,7 @@ class NamespaceSandbox(FileCalls):
             ) from None
         finally:
             self.rested = None
+        self._begun_s = self._loop.time()
         self.channel.fail_all(SandboxBusy(f"sandbox {self._id} was started anew after a snapshot, meanwhile"))
         self.channel = AgentChannel(on_nonsense=self.distrust)
 
