@@ -18,6 +18,7 @@ from rollmill.errors import (
 )
 from rollmill.sandboxes import DeathReason, DirectoryImage, Lease, SandboxSpec, SandboxState
 from rollmill.sandboxes.admission import Acquired, PressureSample, SandboxPool
+from rollmill.sandboxes.watchdog import NodeGuard, NodeReading
 from rollmill.testing.faults import Delay, FaultInjector, Hang, Raise
 
 SPEC = SandboxSpec()
@@ -65,7 +66,7 @@ def test_a_ready_sandbox_is_given_without_a_start_under_its_own_id_and_the_calle
 def test_whoever_gets_an_idle_sandbox_has_all_of_the_wall_time_it_asked_for():
     async def body():
         provider = SharedCores()
-        async with pool_of(provider, pool={"max_age_s": 600.0}) as pool:
+        async with pool_of(provider, pool={"max_age_s": 600.0, "watch_s": 20.0}) as pool:
             pool.demand(SPEC, 1)
             await asyncio.sleep(599.0)
             sandbox = await pool.acquire(SPEC, lease=LEASE)
@@ -244,7 +245,7 @@ def test_a_provider_without_room_is_asked_again_when_it_said_and_under_another_i
 def test_a_pool_that_cannot_be_filled_leaves_the_provider_alone_more_and_more():
     async def body():
         provider = SharedCores(faults=FaultInjector(lambda *_: Raise(lambda: SandboxError("down"))))
-        async with pool_of(provider, breaker_open_s=10.0) as pool:
+        async with pool_of(provider, pool={"watch_s": 20.0}, breaker_open_s=10.0) as pool:
             pool.demand(SPEC, 500)
             await asyncio.sleep(3600.0)
             assert len(provider.created) < 60
@@ -306,14 +307,43 @@ def test_a_node_guard_can_stop_admission_and_evict():
             await asyncio.sleep(0.5)
             assert pool.evictable().pooled == 3
             assert await pool.evict_pooled(2) == 2
+            await asyncio.sleep(1.0)
+            assert pool.evictable().pooled == 3  # the demand stands
             pool.stop_admission("disk is full")
-            await asyncio.sleep(0.1)
-            assert (await provider.alive(), pool.evictable().pooled) == ([], 0)
-            assert pool.statistics().stopped == "disk is full"
+            assert await pool.evict_pooled(2) == 2
+            await asyncio.sleep(5.0)
+            assert (pool.evictable().pooled, pool.statistics().stopped) == (1, "disk is full")
+            await pool.acquire(SPEC, lease=LEASE, deadline_s=1.0)  # the last ready one
             pool.resume_admission()
             await asyncio.sleep(0.1)
             assert len(await provider.alive()) == 3
             assert await pool.evict_suspended(2) == 2
+
+    in_virtual_time(body)
+
+
+def test_the_node_guard_of_the_watchdog_closes_a_pool_and_opens_it_again():
+    async def body():
+        provider, free = SharedCores(), 0.5
+
+        async def read() -> NodeReading:
+            return NodeReading(memory_free=free)
+
+        async with SandboxPool(provider) as pool:
+            guard = NodeGuard(pool, read=read)
+            pool.demand(SPEC, 2)
+            await asyncio.sleep(0.5)
+            await guard.look()
+            assert len(await provider.alive()) == 2
+            free = 0.001
+            await guard.look()
+            await asyncio.sleep(0.1)
+            assert len(await provider.alive()) == 1  # it evicts a quarter at a time, and one at least
+            with pytest.raises(SandboxNotAdmitted, match="admission is stopped"):
+                await pool.acquire(OTHER, lease=LEASE, deadline_s=1.0)
+            free = 0.9
+            await guard.look()
+            await pool.acquire(OTHER, lease=LEASE, deadline_s=1.0)
 
     in_virtual_time(body)
 
@@ -620,7 +650,7 @@ def test_starts_that_share_processors_settle_near_as_many_as_there_are():
                 async with pool.sandbox(SPEC, lease=Lease(owner="me"), deadline_s=600.0):
                     await asyncio.sleep(0)
 
-            await asyncio.gather(*(rollout(number) for number in range(1000)))
+            await asyncio.gather(*(rollout(number) for number in range(400)))
             assert 2 <= pool.statistics().adaptive_cap <= 10
             assert provider.most_starting <= 12
 

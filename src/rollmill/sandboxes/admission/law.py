@@ -346,7 +346,7 @@ class AdmissionLaw:
         return self._pump(now_s, *self.templates)
 
     def stop(self, reason: str, *, now_s: float) -> list[Order]:
-        """Stop admission, and drop what is idle; an empty reason lets it go on."""
+        """Start and resume nothing; what is idle is given still. An empty reason lets all go on."""
         self.gates.stopped = reason
         return self._pump(now_s, *self.templates)
 
@@ -437,7 +437,7 @@ class AdmissionLaw:
 
     def _refresh(self, template: Template, *, now_s: float) -> None:
         warm_up_s = self.gates.cap.warm_up_s(template.spec)
-        closed = bool(self.gates.closed_by) or not self.pooling
+        closed = self.gates.verdict.stop or self._closed or not self.pooling
         self.templates.refresh(template, warm_up_s=warm_up_s, closed=closed, now_s=now_s)
 
     def _serve(self, orders: list[Order], *, now_s: float) -> bool:

@@ -262,7 +262,7 @@ class SandboxPool:
     # -- the node guard's gate ---------------------------------------------------------------------------------------
 
     def stop_admission(self, why: str) -> None:
-        """Start and resume nothing, and drop what is idle, until `resume_admission`."""
+        """Start and resume nothing until `resume_admission`; idle sandboxes are given still."""
         self._hands.run(self._law.stop(why, now_s=self._now_s()))
 
     def resume_admission(self) -> None:

@@ -100,18 +100,15 @@ class Templates:
         return self._all.get(spec)
 
     def refresh(self, template: Template, *, warm_up_s: float, closed: bool, now_s: float) -> None:
-        """Set a template's target by what is wanted now; nothing is wanted of one while the gates are closed."""
-        template.target = (
-            0
-            if closed
-            else idle_target(
-                demand=template.demand,
-                busy=template.busy,
-                rate_per_s=template.rate.per_s(now_s=now_s),
-                warm_up_s=warm_up_s,
-                settings=self._settings,
-            )
+        """Set a template's target by what is wanted now; nothing is wanted of one while all idle ones are to go."""
+        wanted = idle_target(
+            demand=template.demand,
+            busy=template.busy,
+            rate_per_s=template.rate.per_s(now_s=now_s),
+            warm_up_s=warm_up_s,
+            settings=self._settings,
         )
+        template.target = 0 if closed else wanted
         if template.missing:
             self.short[template.spec] = template
         else:
