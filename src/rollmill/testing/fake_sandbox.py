@@ -360,17 +360,19 @@ class FakeSandbox:
         if len(set(ids)) != len(ids):
             raise SandboxIdInUse(f"the ids of a fork are not all different: {list(ids)}")
         ref = await self.snapshot(id=self._provider.fork_id(), stop_processes=stop_processes)
-        made: list[FakeSandbox] = []
+        restore = self._provider.restore
+        made = [asyncio.ensure_future(restore(ref, id=one, labels=labels, lease=lease)) for one in ids]
         try:
-            for one in ids:
-                made.append(await self._provider.restore(ref, id=one, labels=labels, lease=lease))  # noqa: PERF401
+            return tuple(await asyncio.gather(*made))
         except BaseException:
             for one in made:
-                one.end(DeathReason.START_FAILED)
+                one.cancel()
+            for found in await asyncio.gather(*made, return_exceptions=True):
+                if isinstance(found, FakeSandbox):
+                    found.end(DeathReason.START_FAILED)
             raise
         finally:
             await self._provider.delete_snapshots([ref.snapshot_id])
-        return tuple(made)
 
     async def renew(self, lease: Lease) -> None:
         """Renew the lease."""

@@ -113,3 +113,44 @@ def test_an_error_of_a_program_reaches_the_caller():
             await sandbox.exec(["broken"])
 
     run_virtual(body())
+
+
+def test_the_sandboxes_of_a_fork_start_side_by_side():
+    clock = VirtualClock()
+
+    async def body() -> None:
+        provider = FakeSandboxProvider(start_s=60.0)
+        sandbox = await provider.create(SandboxSpec(), id="a", lease=LEASE)
+        forks = await sandbox.fork(["b", "c", "d"], lease=LEASE)
+        assert ([one.state for one in forks], clock.now_s()) == ([SandboxState.READY] * 3, 120.0)
+
+    run_virtual(body(), clock=clock)
+
+
+def test_a_restore_that_fails_by_script_undoes_its_fork():
+    async def body() -> None:
+        faults = FaultInjector({("restore", 2): Raise(lambda: SandboxRetryable("no room", after_s=1.0))})
+        provider = FakeSandboxProvider(faults=faults)
+        sandbox = await provider.create(SandboxSpec(), id="a", lease=LEASE)
+        with pytest.raises(SandboxRetryable, match="no room"):
+            await sandbox.fork(["b", "c", "d"], lease=LEASE)
+        assert [one.sandbox_id for one in await provider.list() if one.death is None] == ["a"]
+        assert await provider.snapshots() == ()
+
+    run_virtual(body())
+
+
+def test_a_snapshot_that_fails_by_script_leaves_the_sandbox_as_it_was():
+    async def body() -> None:
+        faults = FaultInjector({("snapshot", 1): Raise(lambda: SandboxRetryable("no room", after_s=1.0))})
+        provider = FakeSandboxProvider(faults=faults)
+        sandbox = await provider.create(SandboxSpec(), id="a", lease=LEASE)
+        process = await sandbox.start_process(["sleep", "60"])
+        with pytest.raises(SandboxRetryable, match="no room"):
+            await sandbox.snapshot(id="s", stop_processes=True)
+        assert sandbox.state is SandboxState.BUSY
+        ref = await sandbox.snapshot(id="s", stop_processes=True)
+        assert (await process.wait()).killed_by == "owner"
+        assert await provider.snapshots() == (ref,)
+
+    run_virtual(body())
