@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from image_builders import add_tars, file, new_store, tar
 from rollmill.errors import ImageError
@@ -22,6 +22,7 @@ LAYERS = {name: tar(file(name, data, mtime=1)) for name, data in CONTENTS.items(
 ENDED = ProcessMark(pid=2**22, started_ticks=1, boot_id="")
 
 names = st.sampled_from(["one", "two", "three"])
+numbers = st.integers(0, 5)
 chains = st.lists(st.sampled_from("abcd"), min_size=1, max_size=3, unique=True)
 
 
@@ -41,27 +42,30 @@ class Store(RuleBasedStateMachine):
         add_tars(self.store, *(LAYERS[one] for one in chain), name=name)
         self.known[name] = chain
 
-    @rule(name=names)
-    def hold(self, name: str) -> None:
-        if name not in self.known:
-            return
+    def pick(self, number: int) -> str:
+        return sorted(self.known)[number % len(self.known)]
+
+    @precondition(lambda self: self.known)
+    @rule(number=numbers)
+    def hold(self, number: int) -> None:
+        name = self.pick(number)
         held = self.store.take(name, what="test")
         self.held.append((name, held, self.known[name]))
 
-    @rule(name=names)
-    def hold_by_a_process_that_has_ended(self, name: str) -> None:
-        if name in self.known:
-            self.store.take(name, what="ended", owner=ENDED)
+    @precondition(lambda self: self.known)
+    @rule(number=numbers)
+    def hold_by_a_process_that_has_ended(self, number: int) -> None:
+        self.store.take(self.pick(number), what="ended", owner=ENDED)
 
-    @rule(number=st.integers(0, 10))
+    @precondition(lambda self: self.held)
+    @rule(number=numbers)
     def release(self, number: int) -> None:
-        if self.held:
-            self.held.pop(number % len(self.held))[1].release()
+        self.held.pop(number % len(self.held))[1].release()
 
-    @rule(name=names)
-    def remove(self, name: str) -> None:
-        if name not in self.known:
-            return
+    @precondition(lambda self: self.known)
+    @rule(number=numbers)
+    def remove(self, number: int) -> None:
+        name = self.pick(number)
         digest = self.store.show(name).digest
         others = [one for one in self.known if one != name and self.store.show(one).digest == digest]
         in_use = any(held.digest == digest for _, held, _ in self.held)
