@@ -217,6 +217,30 @@ def test_a_warm_python_is_no_reason_to_refuse_and_is_warm_again_afterwards(rig):
     rig.run(body)
 
 
+def test_calls_that_run_when_their_sandbox_is_stopped_for_a_snapshot_tell_so(rig):
+    async def body(provider: Provider) -> None:
+        sandbox = await start(provider)
+        session = await sandbox.open_session()
+        await sandbox.run_python("pass")
+        calls = [
+            asyncio.ensure_future(sandbox.run_python("import time; print('on', flush=True); time.sleep(600)")),
+            asyncio.ensure_future(sandbox.exec(["sh", "-c", "echo on; sleep 600"])),
+            asyncio.ensure_future(session.run("echo on; sleep 600")),
+        ]
+        await until(lambda: [len(one.chunks) for one in sandbox.channel._jobs.values()] == [1, 1, 1])
+        ref = await sandbox.snapshot(id=new_id(), stop_processes=True)
+        for call in calls:
+            result = await call
+            assert (result.stdout, result.exit_code, result.killed_by) == (b"on\n", -signal.SIGKILL, "owner")
+        assert not session.alive
+        await session.close()
+        assert (await sandbox.run_python("print(1)")).stdout == b"1\n"
+        await end(sandbox)
+        await provider.delete_snapshots([ref.snapshot_id])
+
+    rig.run(body)
+
+
 def test_what_was_in_shared_memory_is_gone_and_takes_no_room(rig):
     async def body(provider: Provider) -> None:
         sandbox = await start(provider)

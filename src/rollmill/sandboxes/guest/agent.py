@@ -469,6 +469,8 @@ class Agent:
 
     def _end_all(self) -> None:
         """End every process but this one, and take leave of each."""
+        for job in self._jobs.values():
+            job.killed_by = job.killed_by or "owner"
         with suppress(ProcessLookupError):
             os.kill(-1, signal.SIGKILL)  # of this namespace
         while True:
@@ -477,8 +479,15 @@ class Agent:
             except ChildProcessError:
                 break
             self._reaped(pid, status, used)
-        for key in list(self._warm):
-            self._on_warm(key)
+        for warm in self._warm.values():
+            self._forget(warm.fileno())
+            ended, _ = warm.take()
+            for job in warm.close():
+                job.ended(signal.SIGKILL, cpu_s=0.0, memory_bytes=0)
+                ended.append(job)
+            for job in ended:
+                self._finish(job)
+        self._warm.clear()
 
     def _balance(self) -> None:
         """Stop reading jobs while the owner lags, and begin again when it has caught up."""

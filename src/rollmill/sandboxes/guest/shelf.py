@@ -57,6 +57,7 @@ class Shelf:
             request = json.loads(message)
             if request["op"] in self._slow:
                 if os.fork() == 0:
+                    kernel.die_with_parent()
                     self._answer(request, descriptors, self._slow[request["op"]])
                     os._exit(0)
             else:

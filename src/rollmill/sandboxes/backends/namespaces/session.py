@@ -78,5 +78,7 @@ class NamespaceSession:
     async def close(self) -> None:
         """End the shell and what its lines have started."""
         if self.alive:
+            await self._sandbox.awake()
+        if self.alive:
             await self._sandbox.answered(self._channel.ask({"op": "close", "session": self._number}))
         self._alive = False
