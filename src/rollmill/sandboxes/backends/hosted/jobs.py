@@ -189,6 +189,11 @@ class Look(Record, frozen=True, kw_only=True):
     pieces: tuple[bytes, bytes]
 
 
+def _bytes(text: bytes) -> bytes:
+    """Return what was encoded, lines or not; what is no base64 is an error and not left out."""
+    return base64.b64decode(b"".join(text.split()), validate=True)
+
+
 def parse_look(text: bytes) -> Look:
     """Return what the output of a look says.
 
@@ -202,7 +207,7 @@ def parse_look(text: bytes) -> Look:
     parts = rest.split(b".")
     try:
         code, alive, pid, out, err = words
-        first, second = (base64.b64decode(one) for one in parts[:2])
+        first, second = (_bytes(one) for one in parts[:2])
         return Look(
             code=None if code == b"-" else int(code),
             supervised=alive == b"1",
@@ -431,7 +436,7 @@ class JobGuest:
             source = await self._stage(stdin, f"{self._scratch}/{uuid.uuid4().hex}.in")
         ran = await self._shell.run(_ENCODED, [source, script, *arguments], deadline_s=self._call_s)
         try:
-            return Ran(code=ran.code, out=base64.b64decode(ran.out), err=ran.err)
+            return Ran(code=ran.code, out=_bytes(ran.out), err=ran.err)
         except binascii.Error as error:
             raise SandboxError(f"{self._product} returned no base64: {ran.out[:200]!r}") from error
 
