@@ -16,7 +16,7 @@ from rollmill.sandboxes.images import tree_files
 from rollmill.sandboxes.images.entries import WHITEOUT, Entry, Kind
 from rollmill.sandboxes.images.objects import Attributes, Seal, seal_line
 from rollmill.sandboxes.images.refusals import Refusal, refused, shown
-from rollmill.sandboxes.images.tar_format import BLOCK, END, encode_header
+from rollmill.sandboxes.images.tar_format import BLOCK, END, ByteSource, encode_header
 
 OPAQUE_ATTRIBUTE = b"user.overlay.opaque"
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -57,7 +57,7 @@ class _Nothing:
 
 
 NOTHING = _Nothing()
-Item = tuple[Entry, FileContent | _Nothing]
+Item = tuple[Entry, ByteSource]
 
 
 class CanonicalDigest:

@@ -7,6 +7,7 @@ a bomb while it goes off: after 64 MiB it may not grow by more than so many byte
 from __future__ import annotations
 
 import hashlib
+import importlib
 import shutil
 import subprocess
 import threading
@@ -165,7 +166,7 @@ class _Gzip:
 def _zstd(packed: _Counted) -> Iterator[ByteSource]:
     """Read zstd with the Python package if it is there, else with the `zstd` program."""
     try:
-        import zstandard
+        package = importlib.import_module("zstandard")
     except ImportError:
         program = shutil.which("zstd")
         if program is None:
@@ -173,7 +174,7 @@ def _zstd(packed: _Counted) -> Iterator[ByteSource]:
         with _zstd_program(packed, program) as stream:
             yield stream
         return
-    yield _ZstdPackage(zstandard, packed)
+    yield _ZstdPackage(package, packed)
 
 
 class _ZstdPackage:
