@@ -188,7 +188,7 @@ def test_layers_kept_as_files_are_mounted_while_they_are_used(tmp_path, place, r
             read = await two.exec(["sh", "-c", "cat /changed; ls -A /opaque; ls /gone"])
             assert read.stdout == b"upper\nnew\n"
             await two.kill()
-            assert mounts(store) == 0
+            await until(lambda: mounts(store) == 0)
 
         other.run(body)
     if os.fork() == 0:

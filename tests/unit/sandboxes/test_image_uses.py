@@ -31,7 +31,7 @@ def run(store: ImageStore) -> Callable[[Callable[[ImageUses], Awaitable[Any]]], 
             uses = ImageUses(store.settings, what="test")
             async with asyncio.timeout(10):
                 await body(uses)
-            uses.close()
+            await uses.close()
 
         asyncio.run(main())
         assert claims(store) == 0

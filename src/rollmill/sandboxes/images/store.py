@@ -81,6 +81,7 @@ class HeldImage:
         digest: of its manifest.
         config: what it says of its programs.
         layers: directories, the uppermost first, for an overlay.
+        mounted: whether some of these are mounts, which `ImageStore.unmount_idle` takes away after the release.
     """
 
     def __init__(
@@ -91,11 +92,11 @@ class HeldImage:
         config: ImageConfig,
         layers: tuple[Path, ...],
         renew: Callable[[float], None],
-        on_release: Callable[[], None] | None = None,
+        mounted: bool = False,
     ) -> None:
         self._hold = hold
         self._renew = renew
-        self._on_release = on_release
+        self.mounted = mounted
         self.digest = digest
         self.config = config
         self.layers = layers
@@ -111,8 +112,6 @@ class HeldImage:
     def release(self) -> None:
         """Let it go; to be called once or more."""
         self._hold.release()
-        if self._on_release is not None:
-            self._on_release()
 
 
 class ImageStore:
@@ -134,7 +133,7 @@ class ImageStore:
         self._holds = Holds(self.layout.part("holds"))
         self.repaired = self.layout.repair()
         if any(self.layout.part("mounts").iterdir()):
-            self._unmount_idle()
+            self.unmount_idle()
 
     def close(self) -> None:
         """Stop deleting in the background; what is left waits for the next store."""
@@ -296,7 +295,7 @@ class ImageStore:
             finally:
                 hold.release()
                 if any(self.layout.part("mounts").iterdir()):
-                    self._unmount_idle()
+                    self.unmount_idle()
 
     def _base(self, base: str | None, hold: Hold) -> tuple[tuple[Layer, ...], ImageConfig]:
         if base is None:
@@ -351,6 +350,8 @@ class ImageStore:
             yield held
         finally:
             held.release()
+            if held.mounted:
+                self.unmount_idle()
 
     def take(
         self, ref: str, *, what: str, until_wall_s: float | None = None, owner: ProcessMark | None = None
@@ -379,14 +380,13 @@ class ImageStore:
             except BaseException:
                 hold.release()
                 raise
-        mounted = any(one.form == "erofs" for one in layers)
         return HeldImage(
             hold,
             digest=digest,
             config=manifest.config,
             layers=paths,
             renew=lambda until: self._renew(hold, until),
-            on_release=self._unmount_idle if mounted else None,
+            mounted=any(one.form == "erofs" for one in layers),
         )
 
     def _renew(self, hold: Hold, until_wall_s: float) -> None:
@@ -464,7 +464,7 @@ class ImageStore:
             if layer_id is None or not self.layout.layer(layer_id).exists():
                 path.unlink(missing_ok=True)
 
-    def _unmount_idle(self) -> None:
+    def unmount_idle(self) -> None:
         """Unmount what nobody holds, also what killed processes left mounted."""
         with locked(self.layout.books, what="the books of the image store", limit_s=BOOKS_S):
             self._unmount(self._inventory())

@@ -54,6 +54,7 @@ class ImageUses:
         self._names: dict[str, _Known] = {}
         self._taking: dict[str, asyncio.Task[str]] = {}
         self._waiting: dict[str, int] = {}
+        self._tidying: set[asyncio.Future[None]] = set()
 
     async def acquire(self, ref: str, *, user: str) -> ImageInUse:
         """Use an image until `release`; the same user may ask again.
@@ -168,19 +169,26 @@ class ImageUses:
             self._let_go_if_unused(digest)
 
     def _let_go_if_unused(self, digest: str) -> None:
-        if digest in self._held and not self._users[digest]:
-            del self._users[digest]
-            self._held.pop(digest).release()
+        if digest not in self._held or self._users[digest]:
+            return
+        del self._users[digest]
+        held = self._held.pop(digest)
+        held.release()
+        if held.mounted and self._store is not None:  # beside the loop: it waits for whoever has the books
+            tidying = asyncio.get_running_loop().run_in_executor(None, self._store.unmount_idle)
+            self._tidying.add(tidying)
+            tidying.add_done_callback(self._tidying.discard)
 
-    def close(self) -> None:
-        """End all uses."""
+    async def close(self) -> None:
+        """End all uses, and wait until nothing of them is mounted."""
         for user in list(self._digest_of):
             self.release(user)
         for digest in list(self._held):
             self._let_go_if_unused(digest)
-        if self._store is not None:
-            self._store.close()
-            self._store = None
+        await asyncio.gather(*self._tidying)
+        store, self._store = self._store, None
+        if store is not None:
+            await asyncio.get_running_loop().run_in_executor(None, store.close)
 
 
 def _taken_by(ref: str) -> str:

@@ -231,7 +231,7 @@ class NamespaceProvider(SnapshotCalls):
                 await self._zygote.quit(limit_s=self._settings.end_s)
             for sandbox in list(self._alive.values()):
                 self._forget(sandbox, reason=DeathReason.RELEASED, detail="its provider was closed")
-            self._images.close()
+            await self._images.close()
             self._snapshots.close()
             if self._cleaning:
                 await asyncio.gather(*self._cleaning)
