@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import doctest
+
 import pytest
 
 from rollmill.errors import (
     ConfigError,
     CreateUnknown,
+    DeadlineExceeded,
     ImageError,
     IsolationError,
     SandboxDead,
@@ -14,7 +17,20 @@ from rollmill.errors import (
     SandboxRetryable,
 )
 from rollmill.sandboxes import DirectoryImage, Limits, SandboxSpec
-from rollmill.sandboxes.admission import AdmissionSettings, PoolSettings, PressureSample, PressureSettings, Ramp
+from rollmill.sandboxes.admission import (
+    AdmissionSettings,
+    PoolSettings,
+    PressureSample,
+    PressureSettings,
+    Ramp,
+    breaker,
+    outcomes,
+    pool,
+    pressure,
+    settings,
+    starting_cap,
+    targets,
+)
 from rollmill.sandboxes.admission.books import Books, Claim
 from rollmill.sandboxes.admission.breaker import Breaker, BreakerState
 from rollmill.sandboxes.admission.gates import Gates
@@ -24,12 +40,20 @@ from rollmill.sandboxes.admission.records import How, Needs, Place, Waiting
 from rollmill.sandboxes.admission.starting_cap import StartingCap
 from rollmill.sandboxes.admission.targets import Idle, TakeRate, eviction_order, idle_target
 
+EXAMPLES = [breaker, outcomes, pool, pressure, settings, starting_cap, targets]
 SPEC = SandboxSpec()
 OTHER = SandboxSpec(image=DirectoryImage(layers=("/other",)))
 
 
 def claim(name: str = "a", *, spec: SandboxSpec = SPEC, needs: Needs | None = None, now_s: float = 0.0) -> Claim:
     return Claim(name, spec=spec, needs=Needs() if needs is None else needs, ask=None, now_s=now_s)
+
+
+@pytest.mark.parametrize("module", EXAMPLES, ids=lambda module: module.__name__)
+def test_examples_in_docstrings_work(module):
+    result = doctest.testmod(module)
+    assert result.failed == 0
+    assert result.attempted > 0
 
 
 # -- breaker ---------------------------------------------------------------------------------------------------------
@@ -238,14 +262,14 @@ def test_idle_ones_go_before_suspended_surplus_before_wanted_and_old_before_youn
 
 def test_every_budget_is_named_when_it_is_full():
     needs = Needs(memory_bytes=10, cpus=0.1, disk_bytes=10, inodes=10)
-    for settings, waiting in (
+    for budgets, waiting in (
         (AdmissionSettings(max_running=2), Waiting.RUNNING),
         (AdmissionSettings(memory_bytes=29), Waiting.MEMORY),
         (AdmissionSettings(cpus=0.29), Waiting.CPUS),
         (AdmissionSettings(disk_bytes=29), Waiting.DISK),
         (AdmissionSettings(inodes=29), Waiting.INODES),
     ):
-        books = Books(settings)
+        books = Books(budgets)
         for name in "ab":
             assert books.short_of(needs) is None
             books.add(claim(name, needs=needs))
@@ -362,7 +386,8 @@ def test_only_the_providers_own_failures_open_its_breaker():
         (IsolationError("too little"), How.REQUEST, Left.NOTHING),
         (ConfigError("bad"), How.REQUEST, Left.NOTHING),
         (SandboxDead("gone", reason="exited", fault="infrastructure"), How.FAILED, Left.MAYBE),
-        (ConnectionResetError("cut"), How.FAILED, Left.MAYBE),
+        (ConnectionResetError("cut"), How.FAILED, Left.UNKNOWN),
+        (DeadlineExceeded("too long"), How.FAILED, Left.UNKNOWN),
         (ZeroDivisionError("a bug"), How.REQUEST, Left.MAYBE),
     ],
 )

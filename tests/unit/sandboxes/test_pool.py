@@ -8,6 +8,7 @@ import pytest
 
 from pool_builders import LEASE, SharedCores, in_virtual_time, pool_of
 from rollmill.errors import (
+    ConfigError,
     CreateUnknown,
     DeadlineExceeded,
     ImageError,
@@ -16,7 +17,7 @@ from rollmill.errors import (
     SandboxNotAdmitted,
     SandboxRetryable,
 )
-from rollmill.sandboxes import DeathReason, DirectoryImage, Lease, SandboxSpec, SandboxState
+from rollmill.sandboxes import DeathReason, DirectoryImage, Lease, Limits, SandboxSpec, SandboxState
 from rollmill.sandboxes.admission import Acquired, PressureSample, SandboxPool
 from rollmill.sandboxes.watchdog import NodeGuard, NodeReading
 from rollmill.testing.faults import Delay, FaultInjector, Hang, Raise
@@ -625,6 +626,61 @@ def test_a_restored_snapshot_is_admitted_before_those_that_begin_and_made_by_its
             resumed = await pool.acquire(SPEC, lease=LEASE, id="resumed", resumes=True, make=restore)
             assert (resumed.id, made, begins.done()) == ("resumed", ["resumed"], False)
             await asyncio.gather(first, begins)
+
+    in_virtual_time(body)
+
+
+def test_a_maker_that_takes_another_id_is_refused_and_what_it_made_killed():
+    async def body():
+        provider = SharedCores()
+        async with pool_of(provider) as pool:
+
+            async def restore(name: str):
+                return await provider.create(SPEC, id="another", lease=LEASE)
+
+            with pytest.raises(ConfigError, match="was to make sandbox x and made another"):
+                await pool.acquire(SPEC, lease=LEASE, id="x", make=restore)
+            assert await provider.alive() == []
+            assert pool.statistics().breakers == {"provider": "closed"}
+
+    in_virtual_time(body)
+
+
+@pytest.mark.parametrize("deadline_s", [0.0, -1.0, float("inf"), float("nan")])
+def test_a_wait_without_an_end_is_refused(deadline_s):
+    async def body():
+        async with pool_of(SharedCores()) as pool:
+            with pytest.raises(ConfigError, match="deadline_s"):
+                await pool.acquire(SPEC, lease=LEASE, deadline_s=deadline_s)
+
+    in_virtual_time(body)
+
+
+def test_a_preparation_that_hangs_keeps_no_pool_from_its_end():
+    class Hanging(SharedCores):
+        async def prepare(self, image):
+            await asyncio.get_running_loop().create_future()
+
+    async def body():
+        async with pool_of(Hanging()) as pool:
+            pool.demand(SPEC, 1)
+            await asyncio.sleep(1.0)
+        assert asyncio.get_running_loop().time() == 1.0
+
+    in_virtual_time(body)
+
+
+def test_a_provider_whose_sandboxes_have_a_longest_life_is_not_asked_for_more_and_idle_ones_are_replaced_early():
+    async def body():
+        longest = SandboxSpec(limits=Limits(wall_s=1000.0))
+        provider = SharedCores(capabilities={"max_lifetime_s": 1000.0})
+        async with pool_of(provider) as pool:
+            pool.demand(longest, 1)
+            await asyncio.sleep(90.0)
+            (only,) = pool._hands.sandboxes.values()
+            assert only.spec.limits.wall_s == 1000.0
+            await asyncio.sleep(20.0)
+            assert pool.statistics().aged == 1  # after a tenth of that life
 
     in_virtual_time(body)
 

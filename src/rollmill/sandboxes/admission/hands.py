@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from rollmill.errors import DeadlineExceeded, RollmillError, SandboxError
+from rollmill.errors import ConfigError, DeadlineExceeded, RollmillError, SandboxError
 from rollmill.sandboxes.admission.law import AdmissionLaw
 from rollmill.sandboxes.admission.making import Make, make_or_adopt
 from rollmill.sandboxes.admission.outcomes import Left, Outcome, outcome_of
@@ -59,6 +59,7 @@ class Hands:
         settings: of the pool.
         law: gets every outcome.
         group: owns the tasks.
+        longest_s: longest life that the provider gives.
 
     Attributes:
         callers: those who wait, by the number of their ask.
@@ -69,7 +70,13 @@ class Hands:
     """
 
     def __init__(
-        self, provider: Provider, *, settings: PoolSettings, law: AdmissionLaw, group: asyncio.TaskGroup
+        self,
+        provider: Provider,
+        *,
+        settings: PoolSettings,
+        law: AdmissionLaw,
+        group: asyncio.TaskGroup,
+        longest_s: float = math.inf,
     ) -> None:
         self._provider, self._settings, self.law, self._group = provider, settings, law, group
         self.remover = Remover(provider, kill_s=settings.kill_s)
@@ -79,7 +86,9 @@ class Hands:
         self.adopted = 0
         self.last_failure = ""
         self.news = asyncio.Event()
+        self._longest_s = longest_s
         self._starts: set[asyncio.Task[None]] = set()
+        self._preparations: set[asyncio.Task[None]] = set()
 
     def run(self, orders: Iterable[Order], *, reason: DeathReason = DeathReason.RELEASED) -> None:
         """Carry out orders, and those that follow from them; what is to be killed is killed together."""
@@ -110,7 +119,7 @@ class Hands:
             case Remove(sandbox_id=sandbox_id):
                 doomed.append(sandbox_id)
             case Prepare():
-                self._spawn(self._prepare(order.spec))
+                self._spawn(self._prepare(order.spec), into=self._preparations)
         return []
 
     def _spawn(self, work: Coroutine[Any, Any, None], *, into: set[asyncio.Task[None]] | None = None) -> None:
@@ -155,16 +164,24 @@ class Hands:
     async def _made(self, order: Start, caller: Caller | None) -> tuple[Sandbox, bool]:
         make = caller.make if caller is not None and caller.make is not None else self._creation(order, caller)
         settings = self._settings
-        return await make_or_adopt(
+        sandbox, adopted = await make_or_adopt(
             self._provider, make, sandbox_id=order.sandbox_id, check_s=settings.check_s, adopt_s=settings.adopt_s
         )
+        if sandbox.id != order.sandbox_id:
+            await self.remover.kill([sandbox.id], reason=DeathReason.START_FAILED)
+            raise ConfigError(
+                f"`make` was to make sandbox {order.sandbox_id} and made {sandbox.id}, which was killed: the pool "
+                "counts by ids. Let it use the id that it is given."
+            )
+        return sandbox, adopted
 
     def _creation(self, order: Start, caller: Caller | None) -> Make:
         settings, spec = self._settings, order.spec
         labels = {LABEL: settings.name}
         if caller is None or caller.lease is None:
             lease = Lease(owner=settings.name, ttl_s=settings.max_age_s + settings.admission.start_s)
-            wall_s = spec.limits.wall_s + settings.max_age_s
+            # As much more as it may wait here, within what the provider gives at all.
+            wall_s = max(spec.limits.wall_s, min(spec.limits.wall_s + settings.max_age_s, self._longest_s))
             spec = msgspec.structs.replace(spec, limits=msgspec.structs.replace(spec.limits, wall_s=wall_s))
         else:
             lease, labels = caller.lease, {**labels, **(caller.labels or {})}
@@ -229,6 +246,8 @@ class Hands:
     async def settle(self, *, limit_s: float) -> None:
         """Wait for starts and kills under way and for callers on their way out; then cut off what is left."""
         until_s = self.now_s() + limit_s
+        for task in self._preparations:
+            task.cancel()
         while (busy := self._busy()) and (left_s := until_s - self.now_s()) > 0:
             await asyncio.wait(busy, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
         cut = {*self._starts, *self.removals.values()}

@@ -6,6 +6,7 @@ import enum
 
 from rollmill.errors import (
     CreateUnknown,
+    DeadlineExceeded,
     ImageError,
     RollmillError,
     SandboxIdInUse,
@@ -51,7 +52,9 @@ def outcome_of(error: Exception) -> Outcome:
             return Outcome(how=How.IMAGE, left=Left.NOTHING)
         case SandboxIdInUse() | SandboxUnsupported() | UserError():
             return Outcome(how=How.REQUEST, left=Left.NOTHING)
-        case RollmillError() | OSError():
+        case OSError() | DeadlineExceeded():  # a connection or a wait that broke off says nothing about the other end
+            return Outcome(how=How.FAILED, left=Left.UNKNOWN)
+        case RollmillError():
             return Outcome(how=How.FAILED, left=Left.MAYBE)
         case _:  # a bug somewhere: its caller gets it as it is
             return Outcome(how=How.REQUEST, left=Left.MAYBE)

@@ -14,6 +14,7 @@ All decisions are in `law`. It is called between waits and never across one, so 
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
@@ -23,7 +24,7 @@ from typing import Any
 
 import msgspec
 
-from rollmill.errors import DeadlineExceeded, Fault, SandboxError
+from rollmill.errors import ConfigError, DeadlineExceeded, Fault, SandboxError
 from rollmill.sandboxes.admission.hands import Caller, Hands, Note
 from rollmill.sandboxes.admission.law import AdmissionLaw
 from rollmill.sandboxes.admission.making import Make, check_alive
@@ -79,7 +80,7 @@ class SandboxPool:
         self._group = asyncio.TaskGroup()
         self._loops: list[asyncio.Task[None]] = []
         self._open = False
-        self._outfit(pooling=True)
+        self._outfit(pooling=True, longest_s=math.inf)
 
     async def __aenter__(self) -> SandboxPool:
         """Ask the provider what it can do, and begin to fill and to watch."""
@@ -90,11 +91,11 @@ class SandboxPool:
             raise DeadlineExceeded(
                 f"the provider did not say what it can do within {self._settings.admission.start_s:g} s; is it alive?"
             ) from error
-        if (life_s := capabilities.max_lifetime_s) is not None:
-            # An idle one spends a life that cannot be made longer.
-            max_age_s = min(self._settings.max_age_s, _AGE_OF_LIFE * life_s)
-            self._settings = msgspec.structs.replace(self._settings, max_age_s=max_age_s)
-        self._outfit(pooling=capabilities.extend_ttl)
+        life_s = math.inf if capabilities.max_lifetime_s is None else capabilities.max_lifetime_s
+        # An idle one spends a life that cannot be made longer.
+        max_age_s = min(self._settings.max_age_s, _AGE_OF_LIFE * life_s)
+        self._settings = msgspec.structs.replace(self._settings, max_age_s=max_age_s)
+        self._outfit(pooling=capabilities.extend_ttl, longest_s=life_s)
         watch = Watch(
             self._provider,
             hands=self._hands,
@@ -118,11 +119,11 @@ class SandboxPool:
             # The group would wrap the body's own error; of a cancellation it must know whether it was its own.
             await self._group.__aexit__(*((kind, error, trace) if cancelled else (None, None, None)))
 
-    def _outfit(self, *, pooling: bool) -> None:
+    def _outfit(self, *, pooling: bool, longest_s: float) -> None:
         settings = self._settings
         prefix = check_id(f"{settings.name}-{uuid.uuid4().hex[:8]}")
         self._law = AdmissionLaw(settings, prefix=prefix, cores=len(os.sched_getaffinity(0)), pooling=pooling)
-        self._hands = Hands(self._provider, settings=settings, law=self._law, group=self._group)
+        self._hands = Hands(self._provider, settings=settings, law=self._law, group=self._group, longest_s=longest_s)
 
     # -- callers -----------------------------------------------------------------------------------------------------
 
@@ -407,4 +408,7 @@ class SandboxPool:
         return self._hands.now_s()
 
     def _expiry_s(self, deadline_s: float | None) -> float:
-        return self._now_s() + (self._settings.admission.deadline_s if deadline_s is None else deadline_s)
+        deadline_s = self._settings.admission.deadline_s if deadline_s is None else deadline_s
+        if not 0 < deadline_s < math.inf:
+            raise ConfigError(f"deadline_s is {deadline_s}; it must be above 0 and finite: every wait ends")
+        return self._now_s() + deadline_s

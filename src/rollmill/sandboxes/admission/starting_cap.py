@@ -32,12 +32,15 @@ class _Times:
     def add(self, seconds: float, *, at_floor: bool) -> None:
         self.mean_s = seconds if self.count == 0 else self.mean_s + _WEIGHT * (seconds - self.mean_s)
         self.count += 1
-        if self.count < _LEAST_SAMPLES:
-            return
-        if self.best_s == 0.0 or self.mean_s < self.best_s:
+        if self.judged and (self.best_s == 0.0 or self.mean_s < self.best_s):
             self.best_s = self.mean_s
-        elif at_floor:  # a machine, or an image, that became slower for good is the new normal in the end
-            self.best_s += _DRIFT * (self.mean_s - self.best_s)
+        elif at_floor and self.best_s:  # a machine that became slower for good is the new normal in the end
+            self.best_s += _DRIFT * max(0.0, self.mean_s - self.best_s)
+
+    @property
+    def judged(self) -> bool:
+        """Return whether there were enough starts since the last cut to say something."""
+        return self.count >= _LEAST_SAMPLES
 
 
 class StartingCap:
@@ -92,10 +95,12 @@ class StartingCap:
         while len(self._times) > _REMEMBERED_TEMPLATES:
             self._times.popitem(last=False)
         times.add(took_s, at_floor=self.value <= self._minimum)
-        if times.count >= _LEAST_SAMPLES and times.mean_s > self._slow_factor * times.best_s:
+        if times.judged and times.mean_s > self._slow_factor * times.best_s:
             times.count = 0
             self._cut(_SLOW_CUT, now_s=now_s)
-        elif crowded:
+        elif crowded and (
+            times.judged or not times.best_s
+        ):  # after a cut it waits until it knows that it is fast again
             self.value = min(float(self._maximum), self.value + 1.0 / self.value)
 
     def failed(self, *, began_s: float, now_s: float) -> bool:
