@@ -46,6 +46,17 @@ envs = { OF_TEMPLATE = "yes" }
 """
 
 
+def document_of(process: subprocess.Popen[str]) -> dict[str, Any]:
+    """The JSON document that a command says first."""
+    assert process.stdout is not None
+    lines: list[str] = []
+    while not lines or lines[-1].rstrip() != "}":
+        line = process.stdout.readline()
+        assert line, process.communicate()
+        lines.append(line)
+    return json.loads("".join(lines))
+
+
 class Service:
     """A started `rollmill sandbox serve --json`."""
 
@@ -63,14 +74,7 @@ class Service:
             stderr=subprocess.PIPE,
             text=True,
         )
-        assert self.process.stdout is not None
-        lines = []
-        for line in self.process.stdout:
-            lines.append(line)
-            if line.rstrip() == "}":
-                break
-        assert lines, self.process.communicate()[1]
-        self.said = json.loads("".join(lines))
+        self.said = document_of(self.process)
         self.options: dict[str, Any] = {
             "api_key": TOKEN,
             "api_url": self.said["url"],
@@ -297,6 +301,32 @@ def test_fifty_sandboxes_at_once_keep_their_files_apart(service):
         assert list(threads.map(one, range(50))) == [str(number) for number in range(50)]
 
 
+def test_two_nodes_behind_a_router_are_one_service_to_the_sdk(service, tmp_path):
+    with serving(tmp_path, "--max-sandboxes", "2") as other:
+        nodes = [part for one in (service, other) for part in ("--node", one.said["url"])]
+        command = [sys.executable, "-m", "rollmill.cli", "sandbox", "route", "--listen", "127.0.0.1:0", *nodes]
+        with subprocess.Popen([*command, "--json"], stdout=subprocess.PIPE, text=True) as router:
+            try:
+                url = document_of(router)["url"]
+                options = {**service.options, "api_url": url, "sandbox_url": url}
+                made = [e2b.Sandbox.create("base", timeout=60, **options) for _ in range(3)]
+                made[0].files.write("mine", "1")
+                heard: list[str] = []
+                made[0].commands.run("cat mine; sleep 0.1; echo 2", on_stdout=heard.append)
+                assert heard == ["1", "2\n"]
+                found = {one.sandbox_id for one in e2b.Sandbox.list(**options).next_items()}
+                assert {one.sandbox_id for one in made} <= found
+                terminal = made[1].pty.create(e2b.PtySize(rows=24, cols=80))
+                made[1].pty.send_stdin(terminal.pid, b"exit 0\n")
+                assert terminal.wait().exit_code == 0
+                for one in made:
+                    assert one.kill()
+                assert not made[0].is_running()
+            finally:
+                router.terminate()
+        assert router.returncode == 0
+
+
 def test_killing_the_service_leaves_no_sandbox(service, tmp_path):
     with serving(tmp_path) as doomed:
         doomed.create().commands.run("sleep 1000", background=True)
@@ -460,7 +490,7 @@ def test_a_snapshot_of_files_is_a_template_until_it_is_deleted(service):
 def test_what_would_keep_memory_is_refused_in_words(service):
     one = service.create()
     with pytest.raises(e2b.SandboxException, match="mode='filesystem'"):
-        one.create_snapshot()
+        one.create_snapshot(mode="full")
     with pytest.raises(e2b.SandboxException, match="mode='filesystem'"):
         one.fork(count=2)
     handle = one.commands.run("sleep 100", background=True)

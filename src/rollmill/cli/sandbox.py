@@ -14,7 +14,7 @@ import click
 
 from rollmill.cli.output import json_option, show
 from rollmill.cli.sandbox_images import images_command, prepare_command
-from rollmill.cli.sandbox_serve import serve_command, show_command
+from rollmill.cli.sandbox_serve import route_command, serve_command, show_command
 from rollmill.errors import SandboxError
 from rollmill.sandboxes import (
     DirectoryImage,
@@ -47,6 +47,7 @@ def sandbox_group() -> None:
 
 sandbox_group.add_command(images_command)
 sandbox_group.add_command(prepare_command)
+sandbox_group.add_command(route_command)
 sandbox_group.add_command(serve_command)
 sandbox_group.add_command(show_command)
 

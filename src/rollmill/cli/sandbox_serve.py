@@ -1,4 +1,4 @@
-"""`rollmill sandbox serve` and `show`: sandboxes of this machine over HTTP, and all that is known of one."""
+"""`rollmill sandbox serve`, `route` and `show`: sandboxes over HTTP, of one node and of many; what is known of one."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from rollmill.sandboxes.isolation import parse_level
 
 if TYPE_CHECKING:
     from rollmill.sandboxes.service import Listen, ServiceSettings, Template
+    from rollmill.sandboxes.service.router import FleetSettings
     from rollmill.sandboxes.watchdog import Watchdog
 
 _DIRECTORY = click.option(
@@ -192,6 +193,50 @@ def _text(url: str, token_env: str, templates: list[str]) -> str:
             f"Stop with Ctrl-C or: kill {os.getpid()}",
         ]
     )
+
+
+@click.command("route")
+@click.option(
+    "--node", "nodes", multiple=True, required=True, metavar="URL", help="A node that serves; may be repeated."
+)
+@click.option(
+    "--listen",
+    default="127.0.0.1:3100",
+    show_default=True,
+    metavar="HOST:PORT",
+    help="Address; port 0 lets the system choose.",
+)
+@json_option
+def route_command(nodes: tuple[str, ...], listen: str, as_json: bool) -> None:
+    """Serve many nodes behind one address: new sandboxes go where most room is, calls where their sandbox is."""
+    from rollmill.sandboxes.service.router import FleetSettings
+    from rollmill.sandboxes.service.serving import check_serving, parse_listen
+
+    check_serving()
+    host, port = parse_listen(listen)
+    settings = FleetSettings(nodes=nodes)
+
+    def announce(url: str) -> None:
+        text = f"{url}  (nodes: {', '.join(nodes)})\nStop with Ctrl-C or: kill {os.getpid()}"
+        show({"url": url, "pid": os.getpid(), "nodes": list(nodes)}, text=text, as_json=as_json)
+
+    try:
+        asyncio.run(_route(settings, host=host, port=port, announce=announce))
+    except asyncio.CancelledError as error:  # a second signal
+        raise KeyboardInterrupt from error
+
+
+async def _route(settings: FleetSettings, *, host: str, port: int, announce: Callable[[str], None]) -> None:
+    from rollmill.runtime.stopping import stop_on_signals
+    from rollmill.sandboxes.service import ServiceSettings
+    from rollmill.sandboxes.service.router import Fleet, RouterApp
+    from rollmill.sandboxes.service.serving import serve_app
+
+    with stop_on_signals() as stop:
+        async with Fleet(settings) as fleet:
+            bounds = ServiceSettings()
+            app = RouterApp(fleet, settings=bounds)
+            await serve_app(app, host=host, port=port, settings=bounds, stop=stop, on_bound=announce)
 
 
 @click.command("show")

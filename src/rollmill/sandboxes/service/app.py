@@ -2,7 +2,7 @@
 
 | path | who asks | what opens it |
 |---|---|---|
-| `/health` without a sandbox | anybody | nothing |
+| `/health` without a sandbox; `/here?id=` | anybody; a router that looks for a sandbox | nothing |
 | `/sandboxes`, `/v2/sandboxes`, ...; `/metrics` | whoever makes sandboxes, Prometheus | the token of the service |
 | `/health` of a sandbox | its SDK, before it blames the network | nothing: it says only whether it runs |
 | programs, the file system, `/files` | whoever uses a sandbox | its token, or for files a signature by it |
@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
@@ -54,6 +55,7 @@ class ServiceApp(Starlette):
         super().__init__(
             routes=[
                 Route("/health", self._health),
+                Route("/here", self._here),
                 Route("/metrics", control.guarded(self._show_metrics)),
                 *control.routes(),
                 *ProcessFace(node).routes(),
@@ -70,10 +72,14 @@ class ServiceApp(Starlette):
     async def _health(self, request: Request) -> Response:
         sandbox_id = sandbox_id_of(request)
         if not sandbox_id:
-            served = self._node.all()
-            return Response(f'{{"version":"{rollmill.__version__}","sandboxes":{len(served)}}}')
+            most, count = self._node.settings.max_sandboxes, len(self._node.all())
+            document = {"version": rollmill.__version__, "sandboxes": count, "most": most}
+            return Response(msgspec.json.encode(document), media_type="application/json")
         await self._node.check_runs(sandbox_id)
         return Response(status_code=204)
+
+    async def _here(self, request: Request) -> Response:
+        return Response(status_code=204 if request.query_params.get("id", "") in self._node.all() else 404)
 
     async def _show_metrics(self, request: Request) -> Response:
         if self._metrics is None:

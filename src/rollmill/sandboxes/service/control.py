@@ -16,7 +16,16 @@ from starlette.routing import Route
 from rollmill.errors import RollmillError, SandboxDead
 from rollmill.sandboxes.service import control_shapes as shapes
 from rollmill.sandboxes.service.exchange import body_of, linger
-from rollmill.sandboxes.service.law import MOST_PER_PAGE, Filter, HttpProblem, Standing, metadata_of, page, same
+from rollmill.sandboxes.service.law import (
+    MOST_PER_PAGE,
+    Filter,
+    HttpProblem,
+    Standing,
+    limit_of,
+    metadata_of,
+    page,
+    same,
+)
 from rollmill.sandboxes.service.node import Node, Order, Served
 from rollmill.sandboxes.service.problems import http_answer, http_problem_of
 
@@ -135,7 +144,7 @@ class ControlFace:
         items = [one.listed() for one in served.values()]
         try:
             ids, cursor = page(
-                items, wanted=wanted, limit=_limit(query.get("limit", "")), cursor=query.get("nextToken", "")
+                items, wanted=wanted, limit=limit_of(query.get("limit", "")), cursor=query.get("nextToken", "")
             )
         except (ValueError, UnicodeDecodeError) as error:
             raise HttpProblem(400, f"nextToken is none of this service's: {error}") from error
@@ -219,7 +228,7 @@ class ControlFace:
     async def _snapshot(self, request: Request) -> Response:
         served = self._found(request)
         asked = await self._body(request, shapes.SnapshotAsked)
-        if asked.memory is not False:
+        if asked.memory:  # which kind is made of one that is not named is the service's to say
             raise HttpProblem(501, "a snapshot keeps files here, not memory; ask for one with mode='filesystem'")
         kept = await self._node.snapshot(served.id, name=asked.name or "")
         return _json(shapes.snapshot_info(kept), 201)
@@ -236,7 +245,7 @@ class ControlFace:
         query = request.query_params
         chosen = self._node.shelf.chosen(sandbox_id=query.get("sandboxID", ""), name=query.get("name", ""))
         start = int(_number(query.get("nextToken", "")) or 0)
-        end = start + _limit(query.get("limit", ""))
+        end = start + limit_of(query.get("limit", ""))
         answer = _json([shapes.snapshot_info(kept) for kept in chosen[start:end]])
         if end < len(chosen):
             answer.headers["x-next-token"] = str(end)
@@ -279,11 +288,6 @@ def _moment(text: str) -> float:
         return datetime.fromisoformat(text).timestamp() if text else 0.0
     except ValueError as error:
         raise HttpProblem(400, f"startedAfter is {text!r}, which is no time: {error}") from error
-
-
-def _limit(text: str) -> int:
-    number = _number(text)
-    return MOST_PER_PAGE if number is None else max(1, min(int(number), MOST_PER_PAGE))
 
 
 def _number(text: str) -> float | None:

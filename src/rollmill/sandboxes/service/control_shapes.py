@@ -95,7 +95,7 @@ class PauseAsked(Asked, frozen=True, kw_only=True):
 
 
 class SnapshotAsked(Asked, frozen=True, kw_only=True):
-    """A snapshot; `memory` false asks for the files alone."""
+    """A snapshot; `memory` asks for programs too, and false for the files alone."""
 
     name: str | None = None
     memory: bool | None = None

@@ -135,7 +135,7 @@ class FileFace:
         return WatcherId(watcher_id=name)
 
     async def _watcher_events(self, call: Call, message: WatcherId) -> WatcherEvents:
-        return WatcherEvents(events=self._found(call, message).taken())
+        return WatcherEvents(events=await self._found(call, message).taken())
 
     async def _remove_watcher(self, call: Call, message: WatcherId) -> Empty:
         self._found(call, message)

@@ -1,11 +1,13 @@
 """Runs inside a sandbox, in the image's own Python: says what happens below a directory, one JSON document a line.
 
-Usage: DIRECTORY RECURSIVE, the second `1` or `0`. The standard library alone; its source is sent, not imported there.
+Usage: DIRECTORY RECURSIVE, the second `1` or `0`. Each line of input is answered when all that happened before it was
+said. The standard library alone; its source is sent, not imported there.
 """
 
 import ctypes
 import json
 import os
+import select
 import struct
 import sys
 
@@ -28,7 +30,7 @@ def main():
     """Watch until the directory is gone."""
     root, recursive = sys.argv[1], sys.argv[2] == "1"
     libc = ctypes.CDLL(None, use_errno=True)
-    descriptor = libc.inotify_init1(0o2000000)
+    descriptor = libc.inotify_init1(os.O_CLOEXEC | os.O_NONBLOCK)
     if descriptor < 0:
         say(error=os.strerror(ctypes.get_errno()))
         return
@@ -62,9 +64,17 @@ def main():
     if error:
         say(error=os.strerror(error))
         return
-    say(ready=True)
-    while places:
-        data = os.read(descriptor, 65536)
+
+    def take():
+        """Say all that has happened until now."""
+        while True:
+            try:
+                data = os.read(descriptor, 65536)
+            except BlockingIOError:
+                return
+            take_some(data)
+
+    def take_some(data):
         at = 0
         while at < len(data):
             number, mask, _, length = HEAD.unpack_from(data, at)
@@ -72,19 +82,25 @@ def main():
             at += HEAD.size + length
             if mask & OVERFLOW:
                 say(overflow=True)
-                continue
-            if mask & IGNORED:
+            elif mask & IGNORED:
                 places.pop(number, None)
-                continue
-            place = places.get(number)
-            if place is None or not name:
-                continue
-            path = os.path.join(place, name)
-            for bit, meaning in MEANINGS:
-                if mask & bit:
-                    say(type=meaning, name=path)
-            if recursive and mask & IS_DIRECTORY and mask & 0x180:
-                watch_all(path, True)
+            elif number in places and name:
+                path = os.path.join(places[number], name)
+                for bit, meaning in MEANINGS:
+                    if mask & bit:
+                        say(type=meaning, name=path)
+                if recursive and mask & IS_DIRECTORY and mask & 0x180:
+                    watch_all(path, True)
+
+    say(ready=True)
+    while places:
+        ready, _, _ = select.select([descriptor, 0], [], [])
+        asked = os.read(0, 4096) if 0 in ready else b""
+        if 0 in ready and not asked:
+            return
+        take()
+        for _ in range(asked.count(b"\n")):
+            say(answered=True)
 
 
 if __name__ == "__main__":

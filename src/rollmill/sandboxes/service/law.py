@@ -22,6 +22,7 @@ T = TypeVar("T")
 
 MOST_PER_PAGE = 100
 READ, WRITE = "read", "write"
+_MOST_DIGITS = 15
 _SIGNATURE_VERSION = "v1_"
 
 
@@ -125,7 +126,7 @@ def page(items: Iterable[Listed], *, wanted: Filter, limit: int, cursor: str) ->
         chosen = [one for one in chosen if (_place(one) < after if wanted.newest_first else _place(one) > after)]
     shown = chosen[:limit]
     more = len(chosen) > limit
-    return tuple(one.sandbox_id for one in shown), _cursor(shown[-1]) if more else ""
+    return tuple(one.sandbox_id for one in shown), cursor_of(*_place(shown[-1])) if more else ""
 
 
 def _is_wanted(one: Listed, wanted: Filter) -> bool:
@@ -146,13 +147,27 @@ def _place(one: Listed) -> tuple[float, str]:
     return one.started_s, one.sandbox_id
 
 
-def _cursor(one: Listed) -> str:
-    return base64.urlsafe_b64encode(f"{one.started_s!r} {one.sandbox_id}".encode()).decode().rstrip("=")
+def cursor_of(started_s: float, sandbox_id: str) -> str:
+    """Return the cursor of what follows an item."""
+    return base64.urlsafe_b64encode(f"{started_s!r} {sandbox_id}".encode()).decode().rstrip("=")
 
 
 def _read_cursor(text: str) -> tuple[float, str]:
     started, _, sandbox_id = base64.urlsafe_b64decode(text + "=" * (-len(text) % 4)).decode().partition(" ")
     return float(started), sandbox_id
+
+
+def limit_of(text: str) -> int:
+    """Return how many items a page has.
+
+    Raises:
+        HttpProblem: 400 if it is no number.
+    """
+    if not text:
+        return MOST_PER_PAGE
+    if not text.isdecimal() or len(text) > _MOST_DIGITS:
+        raise HttpProblem(400, f"limit is {text!r}, which is no number")
+    return max(1, min(int(text), MOST_PER_PAGE))
 
 
 def metadata_of(query: str) -> dict[str, str]:

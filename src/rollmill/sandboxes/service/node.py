@@ -295,7 +295,7 @@ class Node:
         finally:
             self._starting -= 1
         served.began(sandbox, stall_s=self.settings.stream_stall_s)
-        served.started_wall_s = self._clock.wall_s()
+        served.started_wall_s = round(self._clock.wall_s(), 6)  # as it is told to callers, who ask by it
         self._served[sandbox_id] = served
         self._set_end(served, self._loop.time() + order.timeout_s)
         return served

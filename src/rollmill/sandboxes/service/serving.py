@@ -127,13 +127,26 @@ async def serve_node(
     from rollmill.sandboxes.service.app import ServiceApp
 
     app = ServiceApp(node, token=listen.token, domain=listen.domain, metrics=metrics)
-    with contextlib.closing(_bound(listen)) as listener:
-        server = _server(app, node.settings)
+    await serve_app(app, host=listen.host, port=listen.port, settings=node.settings, stop=stop, on_bound=on_bound)
+
+
+async def serve_app(
+    app: Any,
+    *,
+    host: str,
+    port: int,
+    settings: ServiceSettings,
+    stop: asyncio.Event,
+    on_bound: Callable[[str], None] | None = None,
+) -> None:
+    """Serve an application of this package until `stop` is set; see `serve_node`."""
+    with contextlib.closing(_bound(host, port)) as listener:
+        server = _server(app, settings)
         await server.startup(sockets=[listener])
         try:
             if on_bound is not None:
-                host = f"[{listen.host}]" if ":" in listen.host else listen.host
-                on_bound(f"http://{host}:{listener.getsockname()[1]}")
+                shown = f"[{host}]" if ":" in host else host
+                on_bound(f"http://{shown}:{listener.getsockname()[1]}")
             await stop.wait()
         except asyncio.CancelledError:
             for connection in list(server.server_state.connections):
@@ -147,9 +160,9 @@ async def serve_node(
             await asyncio.gather(*exchanges, return_exceptions=True)
 
 
-def _bound(listen: Listen) -> socket.socket:
+def _bound(host: str, port: int) -> socket.socket:
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(listen.host, listen.port, type=socket.SOCK_STREAM)[0]
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, kind, protocol)
         try:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -160,8 +173,8 @@ def _bound(listen: Listen) -> socket.socket:
             raise
     except OSError as error:
         raise ConfigError(
-            f"{listen.host}:{listen.port} cannot be bound for the sandbox service: {error.strerror or error}. Is the "
-            "port taken by another process, and the host an address of this machine? Port 0 lets the system choose"
+            f"{host}:{port} cannot be bound for the sandbox service: {error.strerror or error}. Is the port taken by "
+            "another process, and the host an address of this machine? Port 0 lets the system choose"
         ) from error
     return listener
 

@@ -3,6 +3,7 @@
 | who | waits for | until |
 |---|---|---|
 | whoever makes a watcher | its program's first word | `_START_S` |
+| whoever asks what happened | the answer of the program | `_ANSWER_S` |
 | a watcher | what its program says | it is removed, its directory is gone, or the sandbox ends |
 """
 
@@ -26,6 +27,7 @@ MOST_WATCHERS = 8
 _MOST_EVENTS = 10_000
 _MOST_LINE_BYTES = 64 * 1024
 _START_S = 20.0
+_ANSWER_S = 10.0
 _OUTPUT_BYTES = 64 * 1024**2
 _REPEATED = frozenset({EventType.WRITE, EventType.CHMOD})
 _SOURCE = Path(inotify_program.__file__)
@@ -39,6 +41,7 @@ class Watcher:
         self._events: deque[FileEvent] = deque()
         self._told: set[tuple[str, EventType]] = set()
         self._news = asyncio.Event()
+        self._asked: deque[asyncio.Future[None]] = deque()
         self.ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._end: RpcProblem | None = None
 
@@ -79,6 +82,9 @@ class Watcher:
         elif "ready" in said:
             if not self.ready.done():
                 self.ready.set_result(None)
+        elif "answered" in said:
+            if self._asked and not (asked := self._asked.popleft()).done():
+                asked.set_result(None)
         elif "overflow" in said:
             self._finish(RpcProblem("resource_exhausted", "too much happened at once, and some of it was lost"))
         elif said.get("type") in EventType.__members__ and isinstance(said.get("name"), str):
@@ -103,6 +109,9 @@ class Watcher:
         if not self.ready.done():
             self.ready.set_exception(self._end)
             self.ready.exception()
+        for asked in self._asked:
+            if not asked.done():
+                asked.set_result(None)
         self._news.set()
 
     async def wait_ready(self) -> None:
@@ -117,12 +126,22 @@ class Watcher:
         except TimeoutError:
             raise RpcProblem("deadline_exceeded", f"the watcher did not begin within {_START_S:g} s") from None
 
-    def taken(self) -> tuple[FileEvent, ...]:
-        """Return what happened since the last question.
+    async def taken(self) -> tuple[FileEvent, ...]:
+        """Return what happened since the last question, and all that happened before this one.
 
         Raises:
             RpcProblem: if it has ended and there is nothing more.
         """
+        if self._end is None:
+            asked: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._asked.append(asked)
+            await self._process.write_stdin(b"\n")
+            try:
+                async with asyncio.timeout(_ANSWER_S):
+                    await asked
+            except TimeoutError:
+                text = f"the program of the watcher did not answer within {_ANSWER_S:g} s; the sandbox is too busy"
+                raise RpcProblem("unavailable", text) from None
         events = tuple(self._events)
         self._events.clear()
         self._told.clear()
