@@ -66,13 +66,7 @@ class Inside:
     async def _shown(self, path: str, found: FileInfo) -> EntryInfo:
         kind, target = found.kind, None
         if kind == "link":
-            target = found.target
-            try:
-                end, leads_to = await self.follow(path)
-            except RpcProblem:  # to itself
-                leads_to = None
-            if leads_to is not None:
-                kind, target = leads_to.kind, end
+            kind, target = await self._end_of(path, found)
         return EntryInfo(
             name=posixpath.basename(path) or "/",
             type=_TYPES.get(kind, FileType.UNSPECIFIED),
@@ -86,6 +80,14 @@ class Inside:
             symlink_target=target,
             is_symlink=found.kind == "link",
         )
+
+    async def _end_of(self, path: str, link: FileInfo) -> tuple[str, str]:
+        """Return what a link leads to, and where that is; of one that leads nowhere, what it says."""
+        try:
+            end, found = await self.follow(path)
+        except RpcProblem:  # to itself
+            return "link", link.target
+        return ("link", link.target) if found is None else (found.kind, end)
 
     async def directory(self, path: str) -> str:
         """Return where a directory is, links followed.

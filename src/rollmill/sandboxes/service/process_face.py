@@ -168,7 +168,7 @@ class ProcessFace:
 
     async def _signal(self, call: Call, message: SignalRequest) -> Empty:
         number = _SIGNALS.get(message.signal) if isinstance(message.signal, Signal) else message.signal
-        if number not in _SIGNALS.values():
+        if number is None or number not in _SIGNALS.values():
             raise RpcProblem("invalid_argument", f"the signal {message.signal} is not sent; SIGTERM and SIGKILL are")
         await call.served.programs.find(message.process).process.signal(int(number))
         return Empty()
