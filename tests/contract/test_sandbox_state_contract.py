@@ -469,6 +469,32 @@ def test_a_fork_that_cannot_be_whole_leaves_nothing(rig):
     rig.run(body)
 
 
+def test_a_fork_that_is_cancelled_leaves_nothing(rig):
+    async def body(provider: Provider) -> None:
+        sandbox = await start(provider)
+        before = await provider.snapshots()
+        for delay_s in (0.0, 0.004, 0.02):
+            ids = [new_id() for _ in range(2)]
+            forking = asyncio.ensure_future(sandbox.fork(ids, lease=LEASE))
+            await asyncio.sleep(delay_s)
+            assert await provider.snapshots() == before
+            forking.cancel()
+            made = await asyncio.gather(forking, return_exceptions=True)
+            if not isinstance(made[0], BaseException):
+                await end(*made[0])  # it was quicker
+            for _ in range(1000):
+                known = await provider.status(ids)
+                if all(one.death is not None for one in known.values()):
+                    break
+                await asyncio.sleep(0.01)
+            assert all(one.death is not None for one in (await provider.status(ids)).values())
+            assert await provider.snapshots() == before
+            assert (await sandbox.exec(["true"])).exit_code == 0
+        await end(sandbox)
+
+    rig.run(body)
+
+
 def test_snapshots_are_listed_until_they_are_deleted_and_each_id_names_one(rig):
     async def body(provider: Provider) -> None:
         sandbox = await start(provider)

@@ -482,6 +482,14 @@ def test_snapshots_on_a_disk_outlive_their_provider(tmp_path, rig):
                 kept.append(await sandbox.snapshot(id=new_id()))
             assert [ref.depth for ref in kept] == [1, 2, 1, 2]
             assert all(ref.durable for ref in kept)
+            forks = await sandbox.fork([new_id()], lease=LEASE)
+            await forks[0].write("/workspace/later", b"x")
+            deeper = await forks[0].snapshot(id=new_id())  # stores what the fork had left in memory
+            assert deeper.durable
+            again = await provider.restore(deeper, id=new_id(), lease=LEASE)
+            assert await shell(again, "cd /workspace; ls; cat count") == "count\nlater\nonly3\nother\n3\n"
+            await end(*forks, again)
+            await provider.delete_snapshots([deeper.snapshot_id])
             await provider.delete_snapshots([kept[0].snapshot_id])
             await end(sandbox)
 

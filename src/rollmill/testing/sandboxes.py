@@ -82,6 +82,7 @@ class FakeSandboxProvider:
         self._closed = False
         self._snapshots: dict[str, tuple[SnapshotRef, FakeFiles]] = {}
         self._forks = itertools.count(1)
+        self._forking: set[str] = set()
 
     def ended(self, sandbox: FakeSandbox) -> None:
         """Note an end."""
@@ -129,7 +130,9 @@ class FakeSandboxProvider:
 
     def fork_id(self) -> str:
         """Return an id for the snapshot of a fork."""
-        return f"fork-{next(self._forks)}"
+        name = f"fork-{next(self._forks)}"
+        self._forking.add(name)
+        return name
 
     def keep(self, sandbox: FakeSandbox, *, id: str) -> SnapshotRef:
         """Keep a sandbox's files."""
@@ -143,8 +146,8 @@ class FakeSandboxProvider:
         return ref
 
     async def snapshots(self) -> tuple[SnapshotRef, ...]:
-        """Return those that are held, the oldest first."""
-        return tuple(ref for ref, _ in self._snapshots.values())
+        """Return those that are held, the oldest first; those of forks under way are nobody's."""
+        return tuple(ref for ref, _ in self._snapshots.values() if ref.snapshot_id not in self._forking)
 
     async def delete_snapshots(self, ids: Sequence[str]) -> None:
         """Let go of these."""

@@ -45,7 +45,8 @@ class SnapshotCalls:
     def __init__(self, snapshots: Snapshots, *, images: ImageUses) -> None:
         self._snapshots = snapshots
         self._images = images
-        self._taking: set[str] = set()
+        self._taking: dict[str, asyncio.Future[SnapshotRef]] = {}
+        self._forking: set[str] = set()
         self._waking: set[asyncio.Future[None]] = set()
 
     # -- what a provider has -------------------------------------------------------------------------------------------
@@ -78,7 +79,8 @@ class SnapshotCalls:
 
     async def snapshots(self) -> tuple[SnapshotRef, ...]:
         """Return those that are held, the oldest first."""
-        return tuple(one.ref for one in self._snapshots.book.snapshots())
+        refs = (one.ref for one in self._snapshots.book.snapshots())
+        return tuple(one for one in refs if one.snapshot_id not in self._forking)
 
     async def delete_snapshots(self, ids: Sequence[str]) -> None:
         """Let go of these; one that is not known counts as deleted."""
@@ -90,6 +92,11 @@ class SnapshotCalls:
 
     async def snapshot_of(self, sandbox: NamespaceSandbox, *, id: str, stop_processes: bool, end: bool) -> SnapshotRef:
         """Take a snapshot; carried through when the caller is cancelled, since half of one leaves no sandbox."""
+        return await self._snapshot(sandbox, id=id, force=stop_processes, end=end)
+
+    async def _snapshot(
+        self, sandbox: NamespaceSandbox, *, id: str, force: bool, end: bool = False, to_keep: bool = True
+    ) -> SnapshotRef:
         check_id(id)
         await sandbox.awake()
         self._snapshots.book.check_new(id)
@@ -101,13 +108,13 @@ class SnapshotCalls:
         if id in self._taking:
             raise SandboxIdInUse(f"a snapshot {id!r} is being taken; an id names one snapshot, so choose another")
         sandbox.begin_snapshot()
-        self._taking.add(id)
-        work = asyncio.ensure_future(self._take(sandbox, id=id, force=stop_processes, end=end))
+        work = asyncio.ensure_future(self._take(sandbox, id=id, force=force, end=end, to_keep=to_keep))
+        self._taking[id] = work
         work.add_done_callback(lambda done: self._taken(id, done))
         return await asyncio.shield(work)
 
     def _taken(self, snapshot_id: str, work: asyncio.Future[SnapshotRef]) -> None:
-        self._taking.discard(snapshot_id)
+        self._taking.pop(snapshot_id, None)
         if not work.cancelled():
             work.exception()  # told to the caller, unless it was cancelled
 
@@ -124,8 +131,9 @@ class SnapshotCalls:
         if len(set(ids)) != len(ids):
             raise SandboxIdInUse(f"the ids of a fork are not all different: {list(ids)}")
         snapshot_id = f"fork-{os.urandom(8).hex()}"
-        ref = await self.snapshot_of(sandbox, id=snapshot_id, stop_processes=stop_processes, end=False)
+        self._forking.add(snapshot_id)  # nobody else's, and so in no list
         try:
+            ref = await self._snapshot(sandbox, id=snapshot_id, force=stop_processes, to_keep=False)
             made = [asyncio.ensure_future(self.restore(ref, id=one, labels=labels, lease=lease)) for one in ids]
             try:
                 return tuple(await asyncio.gather(*made))
@@ -133,7 +141,15 @@ class SnapshotCalls:
                 await self._undo(made)
                 raise
         finally:
-            await asyncio.shield(asyncio.ensure_future(self.delete_snapshots([snapshot_id])))
+            await asyncio.shield(asyncio.ensure_future(self._end_fork(snapshot_id)))
+
+    async def _end_fork(self, snapshot_id: str) -> None:
+        try:
+            if (work := self._taking.get(snapshot_id)) is not None:
+                await asyncio.wait([work])  # whoever forks was cancelled before it was taken
+            await self.delete_snapshots([snapshot_id])
+        finally:
+            self._forking.discard(snapshot_id)
 
     async def _undo(self, made: Sequence[asyncio.Future[NamespaceSandbox]]) -> None:
         """End what a fork has made that did not become whole."""
@@ -145,7 +161,7 @@ class SnapshotCalls:
 
     # -- the steps -----------------------------------------------------------------------------------------------------
 
-    async def _take(self, sandbox: NamespaceSandbox, *, id: str, force: bool, end: bool) -> SnapshotRef:
+    async def _take(self, sandbox: NamespaceSandbox, *, id: str, force: bool, end: bool, to_keep: bool) -> SnapshotRef:
         layer = await self._hold(sandbox, force=force)
         try:
             await sandbox.end_first_process()
@@ -156,8 +172,9 @@ class SnapshotCalls:
         before = sandbox.chain
         self._stand_on(sandbox, (layer.layer_id, *before), new=[layer])
         try:
-            chain, new = await self._snapshots.settle(layer, before)
-            kept = self._describe(sandbox, id=id, chain=chain, new=new)
+            chain, new = await self._snapshots.settle(layer, before, to_keep=to_keep)
+            durable = to_keep and self._snapshots.durable
+            kept = self._describe(sandbox, id=id, chain=chain, new=new, durable=durable)
             await self._snapshots.keep(kept, new)
             await self._hold_image(kept)
         except BaseException:
@@ -196,7 +213,9 @@ class SnapshotCalls:
         sandbox.layer_counts = self._snapshots.book.counts_of(chain)
         self._snapshots.drop(gone)
 
-    def _describe(self, sandbox: NamespaceSandbox, *, id: str, chain: tuple[str, ...], new: Sequence[Layer]) -> Kept:
+    def _describe(
+        self, sandbox: NamespaceSandbox, *, id: str, chain: tuple[str, ...], new: Sequence[Layer], durable: bool
+    ) -> Kept:
         found = {one.layer_id: one for one in new}
         layers = [found[one] if one in found else self._snapshots.book.layer(one) for one in chain]
         ref = SnapshotRef(
@@ -206,7 +225,7 @@ class SnapshotCalls:
             disk_bytes=sum(one.disk_bytes for one in layers),
             inodes=sum(one.inodes for one in layers),
             depth=len(layers),
-            durable=self._snapshots.durable,
+            durable=durable,
             created_wall_s=time.time(),
         )
         image = self._images.in_use(sandbox.id)

@@ -91,22 +91,30 @@ class Snapshots:
         answer = await self._ask({"op": "hold", "id": sandbox_id, "layer": layer_id}, limit_s=self._settings.answer_s)
         return Layer(layer_id=layer_id, disk_bytes=answer["bytes"], inodes=answer["inodes"])
 
-    async def settle(self, layer: Layer, chain: tuple[str, ...]) -> tuple[tuple[str, ...], list[Layer]]:
+    async def settle(
+        self, layer: Layer, chain: tuple[str, ...], *, to_keep: bool
+    ) -> tuple[tuple[str, ...], list[Layer]]:
         """Bring a layer to where snapshots are kept, above its chain; return the chain and the layers that are new.
+
+        Args:
+            layer: in memory.
+            chain: below it.
+            to_keep: whether somebody keeps it; what is gone in a moment need not go to a disk.
 
         Raises:
             SandboxError: if there is no room.
         """
         layers = [layer, *(self.book.layer(one) for one in chain)]
+        is_deep = len(layers) > self._settings.snapshot_depth
         stored: list[Layer] = []
         merged: Layer | None = None
         try:
             # With a disk all of them, also one that could not be stored when its turn was.
             for i, one in enumerate(layers):
-                if self._disk is not None and not one.on_disk:
+                if self._disk is not None and not one.on_disk and (to_keep or is_deep):
                     layers[i] = await self._store(self._disk, one)
                     stored.append(layers[i])
-            if len(layers) > self._settings.snapshot_depth:
+            if is_deep:
                 merged = await self._merge(layers)
         except BaseException:
             self.drop(stored)
@@ -159,9 +167,9 @@ class Snapshots:
                 disk.discard(one)  # a rename
 
     async def keep(self, kept: Kept, layers: list[Layer]) -> None:
-        """Take a snapshot into the book, and on the disk if that is where they are kept."""
+        """Take a snapshot into the book, and on the disk if it is to outlive this process."""
         self.book.keep(kept, layers=layers)
-        if self._disk is not None:
+        if self._disk is not None and kept.ref.durable:
             manifest = Manifest(kept=kept, layers=tuple(self.book.layer(one) for one in kept.chain))
             await asyncio.get_running_loop().run_in_executor(None, self._disk.write, manifest)
 
