@@ -220,7 +220,7 @@ def is_opaque(path: Path) -> bool:
 
 
 def test_whiteouts_become_the_overlays(store):
-    lower = tar(file("gone"), directory("d"), file("d/old"), directory("e"), directory("f"), file("f/x"))
+    lower = tar(file("gone"), file("d/old"), directory("e"), file("f/x"), file("deep/name"))
     upper = tar(
         file(".wh.gone"),
         file("d/.wh..wh..opq"),
@@ -245,6 +245,18 @@ def test_whiteouts_become_the_overlays(store):
     assert (tree / "e").read_bytes() == b"now a file"
     assert sorted(one.name for one in tree.iterdir()) == ["d", "deep", "e", "f", "gone"]
     assert image.notes == ("1 names of another union file system left out",)
+
+
+def test_a_whiteout_that_hides_nothing_is_left_out_and_that_is_another_layer(store):
+    upper = tar(directory("own"), file("own/.wh.x"), directory("d"), file("d/.wh.y"))
+    add_tars(store, tar(file("d/y")), upper)
+    tree = trees(store)[1]
+    assert is_whiteout(tree / "d/y")
+    assert list((tree / "own").iterdir()) == []
+    add_tars(store, tar(file("d/z")), upper, name="other")
+    assert list((trees(store, "other")[1] / "d").iterdir()) == []
+    assert is_whiteout(tree / "d/y")
+    assert store.resolve("image")[1].layers[1] != store.resolve("other")[1].layers[1]
 
 
 def test_a_directory_that_only_lower_layers_describe_looks_as_it_does_there(store):

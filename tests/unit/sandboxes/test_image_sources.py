@@ -39,6 +39,7 @@ from rollmill.sandboxes.images.compression import unpacked
 from rollmill.sandboxes.images.refusals import Refusal
 
 LOWER = tar(file("what", b"lower"), file("gone"))
+OTHER = tar(file("other"))
 UPPER = tar(file("what", b"upper"), file(".wh.gone"))
 FOREIGN = "arm64" if platform.machine() == "x86_64" else "amd64"
 
@@ -211,7 +212,7 @@ def test_a_layout_that_cannot_be_meant_is_refused(store, tmp_path, what, kind, a
 
 
 def test_of_several_images_the_one_that_is_named_is_taken_or_the_one_for_this_machine(store, tmp_path):
-    one, two = Layout(LOWER), Layout(UPPER)
+    one, two = Layout(LOWER), Layout(OTHER)
     entries = [json.loads(layout.index())["manifests"][0] for layout in (one, two)]
     for entry, name in zip(entries, ("a:1", "b:2"), strict=True):
         entry["annotations"] = {"org.opencontainers.image.ref.name": name}
@@ -221,13 +222,13 @@ def test_of_several_images_the_one_that_is_named_is_taken_or_the_one_for_this_ma
     with pytest.raises(ImageError, match=r"2 images.*a:1, b:2"):
         add(store, source)
     add(store, source, ref="b:2")
-    assert store.resolve("image")[1].layers == (digest_of(UPPER),)
+    assert store.resolve("image")[1].layers == (digest_of(OTHER),)
     assert refusal_of(new_store(tmp_path / "other"), source, ref="c") is Refusal.UNKNOWN
 
 
 def test_an_index_of_machines_leads_to_this_one(store, tmp_path):
     here = {"x86_64": "amd64", "aarch64": "arm64"}.get(platform.machine(), platform.machine())
-    one, two = Layout(LOWER), Layout(UPPER)
+    one, two = Layout(LOWER), Layout(OTHER)
     entries = [json.loads(layout.index())["manifests"][0] for layout in (one, two)]
     entries[0]["platform"] = {"os": "linux", "architecture": FOREIGN}
     entries[1]["platform"] = {"os": "linux", "architecture": here}
@@ -236,7 +237,7 @@ def test_an_index_of_machines_leads_to_this_one(store, tmp_path):
     nested = one.blob(json.dumps({"manifests": [attestation, *entries]}).encode())
     one.entries = [{"mediaType": "application/vnd.oci.image.index.v1+json", **nested}]
     add(store, one.write(tmp_path / "layout"))
-    assert store.resolve("image")[1].layers == (digest_of(UPPER),)
+    assert store.resolve("image")[1].layers == (digest_of(OTHER),)
 
 
 def test_indexes_that_lead_nowhere_end(store, tmp_path):

@@ -12,6 +12,7 @@ import hashlib
 import os
 import stat
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
@@ -43,6 +44,7 @@ _OPAQUE = b"y"
 _CHUNK = 1024**2
 _BLOCK = 4096
 _IMPLICIT_MODE = 0o755
+_NO_DIRECTORY = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
 _UNSUPPORTED = (errno.EOPNOTSUPP, errno.ENOSPC, errno.E2BIG, errno.ERANGE, errno.EPERM)
 
 Parts = tuple[bytes, ...]
@@ -115,6 +117,11 @@ class Extractor:
         work: bounds.
         pool: where equal files of other layers are; `None`: nothing is shared.
         owners: whether to set owners, which only root can.
+
+    Attributes:
+        fresh: files that later layers may share, by key.
+        depends: whether the tree depends on the layers below: by directories that no entry described (but the root,
+            which looks the same everywhere), or by whiteouts that hide nothing.
     """
 
     def __init__(self, directory: Path, *, work: Work, pool: ObjectPool | None = None, owners: bool) -> None:
@@ -131,6 +138,7 @@ class Extractor:
         self._last: tuple[Parts, int] | None = None
         self._begun_inodes = work.done_inodes
         self.fresh: dict[str, Parts] = {}
+        self.depends = False
         self._used: set[str] = set()
         self._contents: dict[Parts, tuple[bytes, Attributes]] = {}
 
@@ -142,14 +150,6 @@ class Extractor:
         """Close descriptors."""
         self._forget_last()
         os.close(self._root)
-
-    @property
-    def implicit(self) -> tuple[Parts, ...]:
-        """Return directories that no entry described: what they look like depends on the layers below.
-
-        The root is not among them: most layers do not describe it, and it looks the same everywhere.
-        """
-        return tuple(parts for parts, entry in self._directories.items() if parts and entry is None)
 
     def add(self, entry: Entry, content: Content) -> None:
         """Make one entry.
@@ -238,6 +238,7 @@ class Extractor:
                 os.close(above)
             self._work.take_inode()
             self._directories[here] = None
+            self.depends = True
 
     def _forget_last(self) -> None:
         if self._last is not None:
@@ -399,7 +400,7 @@ class Extractor:
             below: the layers under this one, the uppermost first: directories without an entry look as they do there.
         """
         self._forget_last()
-        self._hide()
+        self._hide(below)
         for parts in sorted(self._directories, key=len, reverse=True):
             entry = self._directories[parts]
             self._dress_directory(parts, _like(parts, below) if entry is None else entry)
@@ -417,11 +418,19 @@ class Extractor:
         else:
             self._hidden.append((parent, hidden))
 
-    def _hide(self) -> None:
-        """Write whiteouts as the overlay wants them: a device 0:0, or for a directory made anew an attribute."""
+    def _hide(self, below: Sequence[Path]) -> None:
+        """Write whiteouts as the overlay wants them: a device 0:0, or for a directory made anew an attribute.
+
+        One that hides nothing is left out: in a directory that only this layer has, it would be seen in listings.
+        """
         for parent, hidden in self._hidden:
             if parent in self._opaque:
                 continue  # nothing of below is seen there anyway
+            with suppress(FileNotFoundError):
+                os.close(self._open(parent, b"/".join((*parent, hidden))))  # refused if it leads through a link
+            if not _is_below((*parent, hidden), below):
+                self.depends = True
+                continue
             above = self._parent(parent, b"/".join((*parent, hidden)))
             try:
                 if tree_files.is_directory(above, hidden):
@@ -464,6 +473,28 @@ def _kept(entry: Entry) -> tuple[tuple[bytes, bytes], ...]:
     return tuple(one for one in entry.xattrs if attribute_law(one[0]) is Attribute.KEEP)
 
 
+def _is_below(parts: Parts, below: Sequence[Path]) -> bool:
+    """Return whether a lower layer has something of this name."""
+    for layer in below:
+        root = tree_files.open_root(layer)
+        try:
+            parent = tree_files.open_beneath(root, parts[:-1])
+        except OSError as error:
+            if error.errno not in _NO_DIRECTORY:
+                raise
+            continue
+        finally:
+            os.close(root)
+        try:
+            os.stat(parts[-1], dir_fd=parent, follow_symlinks=False)
+        except FileNotFoundError:
+            continue
+        finally:
+            os.close(parent)
+        return True
+    return False
+
+
 def _like(parts: Parts, below: Sequence[Path]) -> Entry:
     """Return how a directory looks in the layers below, or how one looks that nobody described."""
     for layer in below if parts else ():
@@ -471,7 +502,7 @@ def _like(parts: Parts, below: Sequence[Path]) -> Entry:
         try:
             descriptor = tree_files.open_beneath(root, parts)
         except OSError as error:
-            if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+            if error.errno not in _NO_DIRECTORY:
                 raise
             continue  # not there, or no directory there
         finally:

@@ -135,7 +135,7 @@ class _Tee:
 
 
 def chained(content: str, below: Sequence[str]) -> str:
-    """Return the id of a layer whose looks depend on those below: directories that only they describe."""
+    """Return the id of a layer that depends on those below, as by directories that only they describe."""
     return f"sha256:{hashlib.sha256('|'.join(('chain', *below, content)).encode()).hexdigest()}"
 
 
@@ -204,7 +204,7 @@ class LayerStore:
             content = source.unpack(extractor, work=work)
             facts, seal = extractor.finish(below=[self.tree(one) for one in below])
             fresh = dict(extractor.fresh)
-            own = extractor.implicit == ()
+            own = not extractor.depends
         layer = Layer(
             id=content if own else chained(content, [one.id for one in below]),
             content=content,
