@@ -74,7 +74,7 @@ def normal(entry: Entry, content: bytes) -> tuple[object, ...]:
     return (entry.path, entry.kind, entry.mode, owner, entry.mtime_ns, entry.link, entry.xattrs, content)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(entries())
 def test_a_random_tree_comes_out_as_it_went_in(tree: list[tuple[Entry, bytes]]) -> None:
     with tempfile.TemporaryDirectory() as place:
@@ -112,7 +112,7 @@ def test_a_random_tree_comes_out_as_it_went_in(tree: list[tuple[Entry, bytes]]) 
         assert again.inodes == image.inodes + 1  # the root, which the first archive did not describe
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(entries())
 def test_our_archives_are_read_alike_by_us_and_by_the_standard_library(tree: list[tuple[Entry, bytes]]) -> None:
     data = raw_tar(tree)
@@ -155,7 +155,7 @@ def inventories(draw: st.DrawFn) -> Inventory:
     )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(inventories(), st.none() | st.integers(0, 400), st.lists(st.sampled_from("abc")))
 def test_what_is_held_stays_and_the_store_fits_its_budget_wherever_that_is_possible(inventory, budget, unwanted):
     removal = choose(inventory, now_wall_s=1000.0, budget_bytes=budget, grace_s=500.0, remove=unwanted)

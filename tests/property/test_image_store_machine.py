@@ -122,4 +122,4 @@ class Store(RuleBasedStateMachine):
 
 
 TestStore = Store.TestCase
-TestStore.settings = settings(max_examples=30, stateful_step_count=20, deadline=None)
+TestStore.settings = settings(max_examples=15, stateful_step_count=15, deadline=None)
