@@ -40,6 +40,12 @@ def test_a_recipe_is_a_base_and_steps_in_order():
     assert [step.what() for step in recipe.step] == ["file /opt/app/main.py", "pip numpy==2.1.0", "run sh -c make"]
 
 
+def test_the_recipe_of_the_page_is_one():
+    page = (Path(__file__).parents[3] / "docs/howto/sandboxes.md").read_text(encoding="utf-8")
+    block = page.partition("```text\nbase = ")[2].partition("```")[0]
+    assert [step.what().split()[0] for step in parse(f"base = {block}").step] == ["file", "pip", "run"]
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
