@@ -548,8 +548,9 @@ def test_a_snapshot_that_finds_no_room_on_its_disk_leaves_the_sandbox_alive(tmp_
                 sandbox = await start(provider, SPEC)
                 data = os.urandom(6_000_000)
                 await sandbox.write("/workspace/a", data)
-                with pytest.raises(SandboxError, match="No space"):
-                    await sandbox.snapshot(id=new_id())
+                for end_it in (False, True):  # what was to end after it lives on too
+                    with pytest.raises(SandboxError, match="No space"):
+                        await sandbox.snapshot(id=new_id(), end=end_it)
                 assert await sandbox.read("/workspace/a") == data
                 await sandbox.remove("/workspace/a")
                 assert await provider.snapshots() == ()

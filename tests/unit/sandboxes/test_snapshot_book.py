@@ -54,11 +54,22 @@ def test_an_id_names_one_snapshot():
 def test_what_has_no_room_is_refused_with_the_numbers():
     one = book(most_bytes=150, most_inodes=100)
     one.keep(kept("first", "a"), layers=[layer("a")])
-    one.check_room(disk_bytes=50, inodes=90)
     with pytest.raises(SandboxRetryable, match="51 bytes has no room: 100 of 150"):
-        one.check_room(disk_bytes=51, inodes=1)
+        one.reserve("x", disk_bytes=51, inodes=1)
     with pytest.raises(SandboxRetryable, match="91 inodes has no room: 10 of 100"):
-        one.check_room(disk_bytes=1, inodes=91)
+        one.reserve("x", disk_bytes=1, inodes=91)
+    one.reserve("x", disk_bytes=50, inodes=90)
+
+
+def test_room_that_is_set_aside_is_nobody_elses_until_it_is_given_back():
+    one = book(most_bytes=150)
+    one.reserve("x", disk_bytes=100, inodes=1)
+    with pytest.raises(SandboxRetryable, match="100 of 150"):
+        one.reserve("y", disk_bytes=51, inodes=1)
+    one.reserve("x", disk_bytes=100, inodes=1)  # with its own it would be too much, if that counted twice
+    one.unreserve("x")
+    one.unreserve("x")
+    one.reserve("y", disk_bytes=150, inodes=1)
 
 
 def test_when_memory_is_lost_only_what_is_whole_on_the_disk_stays():

@@ -59,6 +59,7 @@ class SnapshotBook:
         self._layers: dict[str, Layer] = {}
         self._chains: dict[tuple[str, str], tuple[str, ...]] = {}
         self._kept: dict[str, Kept] = {}
+        self._reserved: dict[str, tuple[int, int]] = {}
 
     # -- what there is -----------------------------------------------------------------------------------------------
 
@@ -107,13 +108,18 @@ class SnapshotBook:
         if snapshot_id in self._kept:
             raise SandboxIdInUse(f"a snapshot {snapshot_id!r} is held; an id names one snapshot, so choose another")
 
-    def check_room(self, *, disk_bytes: int, inodes: int) -> None:
-        """Refuse a layer for which there is no room.
+    def reserve(self, sandbox_id: str, *, disk_bytes: int, inodes: int) -> None:
+        """Set room aside for the layer of a sandbox, until `unreserve`.
 
         Raises:
-            SandboxRetryable: with the numbers.
+            SandboxRetryable: if there is none, with the numbers.
         """
         held_bytes, held_inodes = self.counts()
+        others = [counts for name, counts in self._reserved.items() if name != sandbox_id]
+        held_bytes, held_inodes = (
+            held_bytes + sum(one for one, _ in others),
+            held_inodes + sum(one for _, one in others),
+        )
         for held, more, most, name in (
             (held_bytes, disk_bytes, self._most_bytes, "bytes"),
             (held_inodes, inodes, self._most_inodes, "inodes"),
@@ -124,6 +130,11 @@ class SnapshotBook:
                     f"needs, or raise snapshot_{name} of the settings.",
                     after_s=_RETRY_AFTER_S,
                 )
+        self._reserved[sandbox_id] = (disk_bytes, inodes)
+
+    def unreserve(self, sandbox_id: str) -> None:
+        """The layer is in the book, or will not come."""
+        self._reserved.pop(sandbox_id, None)
 
     def hold_for_sandbox(
         self, sandbox_id: str, chain: Sequence[str], *, layers: Iterable[Layer] = ()

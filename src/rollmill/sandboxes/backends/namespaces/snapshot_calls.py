@@ -15,11 +15,18 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
-from rollmill.errors import ImageError, SandboxError, SandboxIdInUse, SandboxRetryable
+from rollmill.errors import (
+    ImageError,
+    RollmillError,
+    SandboxError,
+    SandboxExhausted,
+    SandboxIdInUse,
+    SandboxRetryable,
+)
 from rollmill.sandboxes.backends.namespaces.channel import SetupFailed
 from rollmill.sandboxes.backends.namespaces.checks import explain_failure
 from rollmill.sandboxes.backends.namespaces.sandbox import NamespaceSandbox
-from rollmill.sandboxes.backends.namespaces.settings import NamespaceSettings
+from rollmill.sandboxes.backends.namespaces.settings import MOST_LAYERS, NamespaceSettings
 from rollmill.sandboxes.backends.namespaces.snapshot_book import Kept, Layer
 from rollmill.sandboxes.backends.namespaces.snapshots import Snapshots
 from rollmill.sandboxes.backends.namespaces.zygote_link import ZygoteLink
@@ -105,6 +112,11 @@ class SnapshotCalls:
                 f"the layers below sandbox {sandbox.id} were lost with the process that kept them, so that no snapshot "
                 "of it would be whole. It lives on: read what is needed out of it."
             )
+        if len(sandbox.chain) >= MOST_LAYERS:
+            raise SandboxExhausted(
+                f"sandbox {sandbox.id} stands on {len(sandbox.chain)} layers, as many as the kernel mounts at once: "
+                "several of its snapshots could not be stored or merged. It lives on; make room, and start another."
+            )
         if id in self._taking:
             raise SandboxIdInUse(f"a snapshot {id!r} is being taken; an id names one snapshot, so choose another")
         sandbox.begin_snapshot()
@@ -162,45 +174,58 @@ class SnapshotCalls:
     # -- the steps -----------------------------------------------------------------------------------------------------
 
     async def _take(self, sandbox: NamespaceSandbox, *, id: str, force: bool, end: bool, to_keep: bool) -> SnapshotRef:
-        layer = await self._hold(sandbox, force=force)
-        try:
-            await sandbox.end_first_process()
-        except BaseException as error:
-            self._snapshots.drop([layer])
-            sandbox.distrust(f"its first process did not end for a snapshot: {error}", DeathReason.PROVIDER_LOST)
-            raise
-        before = sandbox.chain
-        self._stand_on(sandbox, (layer.layer_id, *before), new=[layer])
+        before, image = sandbox.chain, self._images.in_use(sandbox.id)
+        layer = await self._rest(sandbox, force=force)
         try:
             chain, new = await self._snapshots.settle(layer, before, to_keep=to_keep)
             durable = to_keep and self._snapshots.durable
-            kept = self._describe(sandbox, id=id, chain=chain, new=new, durable=durable)
+            ref = self._describe(sandbox, id=id, chain=chain, new=new, durable=durable)
+            digest = "" if image is None else image.digest
+            kept = Kept(ref=ref, chain=chain, id_base=sandbox.id_base, image_digest=digest)
             await self._snapshots.keep(kept, new)
             await self._hold_image(kept)
-        except BaseException:
-            await self._go_on(sandbox, end=end)
+        except BaseException as error:
+            try:
+                await self._go_on(sandbox, end=False)
+            except RollmillError as further:
+                error.add_note(f"and then: {further}")
             raise
         if sandbox.death is None:
             self._stand_on(sandbox, chain)
         if end:
             await self._go_on(sandbox, end=True)
-            return kept.ref
+            return ref
         # The files are safe, and that is all the caller waits for; calls on the sandbox wait until it answers.
         waking = asyncio.ensure_future(self._go_on(sandbox, end=False))
         self._waking.add(waking)
         waking.add_done_callback(self._woken)
-        return kept.ref
+        return ref
 
     def _woken(self, waking: asyncio.Future[None]) -> None:
         self._waking.discard(waking)
         if not waking.cancelled():
             waking.exception()  # the sandbox has ended of it, and says so to everybody who calls
 
+    async def _rest(self, sandbox: NamespaceSandbox, *, force: bool) -> Layer:
+        """Have the layer held, end the first process, and let the sandbox stand on the layer."""
+        try:
+            layer = await self._hold(sandbox, force=force)
+            try:
+                await sandbox.end_first_process()
+            except BaseException as error:
+                self._snapshots.drop([layer])
+                sandbox.distrust(f"its first process did not end for a snapshot: {error}", DeathReason.PROVIDER_LOST)
+                raise
+            self._stand_on(sandbox, (layer.layer_id, *sandbox.chain), new=[layer])
+            return layer
+        finally:
+            self._snapshots.book.unreserve(sandbox.id)
+
     async def _hold(self, sandbox: NamespaceSandbox, *, force: bool) -> Layer:
         """Have the layer held; if that fails the sandbox goes on as it was."""
         try:
             disk_bytes, inodes = await sandbox.hand_layer_out(force=force)
-            self._snapshots.book.check_room(disk_bytes=disk_bytes, inodes=inodes)
+            self._snapshots.book.reserve(sandbox.id, disk_bytes=disk_bytes, inodes=inodes)
             return await self._snapshots.hold(sandbox.id)
         except BaseException:
             sandbox.end_snapshot()
@@ -215,10 +240,10 @@ class SnapshotCalls:
 
     def _describe(
         self, sandbox: NamespaceSandbox, *, id: str, chain: tuple[str, ...], new: Sequence[Layer], durable: bool
-    ) -> Kept:
+    ) -> SnapshotRef:
         found = {one.layer_id: one for one in new}
         layers = [found[one] if one in found else self._snapshots.book.layer(one) for one in chain]
-        ref = SnapshotRef(
+        return SnapshotRef(
             snapshot_id=id,
             backend=BACKEND,
             spec=sandbox.spec,
@@ -228,8 +253,6 @@ class SnapshotCalls:
             durable=durable,
             created_wall_s=time.time(),
         )
-        image = self._images.in_use(sandbox.id)
-        return Kept(ref=ref, chain=chain, id_base=sandbox.id_base, image_digest="" if image is None else image.digest)
 
     async def _hold_image(self, kept: Kept) -> None:
         if kept.image_digest:
@@ -246,16 +269,18 @@ class SnapshotCalls:
         if sandbox.death is not None:
             self._snapshots.release(sandbox.id)
             raise dead_error(sandbox.id, sandbox.death)
+        zygote: ZygoteLink | None = None
         try:
             zygote = await self._running_zygote()
         except SandboxError as error:
             sandbox.distrust(str(error), DeathReason.PROVIDER_LOST)
         if end:
             sandbox.order_end(DeathReason.RELEASED)
-        if sandbox.ordered is not None:  # without a process nobody else closes its books
-            self._forget(sandbox, reason=sandbox.ordered, detail=sandbox.complaint)
+        if zygote is None or sandbox.ordered is not None:  # without a process nobody else closes its books
+            reason = sandbox.ordered or DeathReason.PROVIDER_LOST
+            self._forget(sandbox, reason=reason, detail=sandbox.complaint)
             if not end:
-                raise dead_error(sandbox.id, death(sandbox.ordered, detail=sandbox.complaint))
+                raise dead_error(sandbox.id, death(reason, detail=sandbox.complaint))
             return
         try:
             async with asyncio.timeout(self._settings.start_s):
