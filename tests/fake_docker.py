@@ -199,9 +199,11 @@ class FakeDocker:
                 async for stream, data in process.output():
                     writer.write(struct.pack(">BxxxI", _NUMBERS[stream], len(data)) + data)
                     await writer.drain()
-            with contextlib.suppress(SandboxDead):
+            try:
                 code = (await process.wait()).exit_code
-                record["code"] = code if code >= 0 else 128 - code
+            except SandboxDead:
+                code = -9
+            record["code"] = code if code >= 0 else 128 - code
         finally:
             feeding.cancel()
 

@@ -368,6 +368,8 @@ class JobGuest:
             *("env", "-i", *assigned, "/bin/sh", "-c", _BECOME, directory, *command.argv),
         ]
         ran = await self._shell.run(_START + _LOOK, arguments, deadline_s=self._call_s)
+        if ran.code == _GONE:
+            raise self._removed()
         if ran.code:
             words = ran.err[:300].decode(errors="replace").strip()
             kind = SandboxExhausted if ran.code == _NO_ROOM or "fork" in words else SandboxError
@@ -410,10 +412,13 @@ class JobGuest:
                     raise
                 await asyncio.sleep(self.pause_s(turn + 2))
         if ran.code == _GONE:
-            raise Lost(f"the files of a program in {self._scratch} were removed inside, so its end is unknown")
+            raise self._removed()
         if ran.code:
             raise SandboxError(f"a look at a program failed (exit code {ran.code}): {ran.err[:300]!r}")
         return parse_look(ran.out)
+
+    def _removed(self) -> Lost:
+        return Lost(f"the files of a program in {self._scratch} were removed inside, so its end is unknown")
 
     async def checked(self, script: str, *arguments: str) -> None:
         """Run a script that must succeed."""

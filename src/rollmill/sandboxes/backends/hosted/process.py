@@ -11,13 +11,14 @@ import signal as signals
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from typing import Any
 
-from rollmill.errors import DeadlineExceeded, RollmillError
-from rollmill.sandboxes.backends.hosted.driver import Command, Exit, Running
+from rollmill.errors import DeadlineExceeded, RollmillError, SandboxDead
+from rollmill.sandboxes.backends.hosted.driver import Command, Exit, Lost, Running
 from rollmill.sandboxes.backends.hosted.streams import feed
 from rollmill.sandboxes.protocol import check_terminal
 from rollmill.sandboxes.records import ExecResult
 
 _SHELL_SIGNAL_BASE = 128
+_KILLED = (-int(signals.SIGKILL), _SHELL_SIGNAL_BASE + int(signals.SIGKILL))
 _log = logging.getLogger(__name__)
 
 
@@ -140,7 +141,8 @@ class HostedProcess:
         """End it with an error: its sandbox ended, or nobody can say how it went on."""
         if not self.ended.done():
             self.ended.set_exception(error)
-        self._pump.cancel()
+        if self._pump is not asyncio.current_task():  # which still has its connection to close
+            self._pump.cancel()
         self._stop()
 
     async def _send_kill(self) -> None:
@@ -161,13 +163,23 @@ class HostedProcess:
         try:
             async for event in self._running.events():
                 if isinstance(event, Exit):
-                    self._finish(event)
+                    if not await self._fell_with_its_sandbox(event):
+                        self._finish(event)
                     return
                 self._take(event.stream, event.data, event.skipped)
         except RollmillError as error:
             self.fail(await self._explain(error))
         finally:
             await self._let_go()
+
+    async def _fell_with_its_sandbox(self, end: Exit) -> bool:
+        """Return whether a program that nobody here killed was killed because its sandbox ended; then it has failed."""
+        if self._killed_by or end.code not in _KILLED:
+            return False
+        error = await self._explain(Lost(f"{self._command.argv[0]} was killed by somebody else"))
+        if isinstance(error, SandboxDead):
+            self.fail(error)
+        return isinstance(error, SandboxDead)
 
     async def _let_go(self) -> None:
         try:

@@ -26,6 +26,7 @@ from rollmill.sandboxes.lifecycle import death
 from rollmill.sandboxes.records import Capabilities, Death, DeathReason, Image, SandboxSpec
 
 _EXCEPTION = 511
+_FROM_A_PROXY = (502, 503, 504)
 _LOOK_S = 0.1
 _GRACE_S = 5.0
 
@@ -72,6 +73,8 @@ def explain(error: Refused) -> SandboxError:
 
     SWE-ReX sends it with its class; nothing is imported or raised by that name here.
     """
+    if error.status in _FROM_A_PROXY:
+        return CutOff(f"the runtime does not answer what is before it: {error}")
     if error.status != _EXCEPTION:
         return error
     try:
@@ -154,7 +157,7 @@ class SweRexDriver:
     async def _alive(self, http: VendorHttp) -> bool:
         try:
             reply = await http.call("GET", "is_alive", what="a look at a runtime")
-        except (Unreachable, CutOff):
+        except (Unreachable, CutOff, Refused):
             return False
         shown: Any = reply.json()
         return bool(shown.get("is_alive"))
