@@ -122,7 +122,7 @@ TINY = llama(
     vocab_size=VOCABULARY, hidden_size=16, head_dim=8, num_attention_heads=2, num_key_value_heads=1, num_hidden_layers=1
 )
 TARGET = random_model(TINY, seed=21)
-ROUGH = close_to(TARGET, by=0.3)
+ROUGH = close_to(TARGET, by=0.2)
 
 
 @torch.inference_mode()
@@ -176,7 +176,7 @@ def test_every_output_comes_as_often_as_its_probability_says(tmp_path, draft, sa
     assert square < freedom + 4 * (2 * freedom) ** 0.5
     if draft is not None:
         assert engine.drafter is not None
-        assert 0.2 * engine.drafter.guessed < engine.drafter.accepted < 0.9 * engine.drafter.guessed
+        assert 0.1 * engine.drafter.guessed < engine.drafter.accepted < 0.9 * engine.drafter.guessed
 
 
 @pytest.mark.parametrize("kv", ["keep", "recompute"])
