@@ -1,10 +1,12 @@
 """How a namespace sandbox is snapshotted, forked and restored: the order of the steps, and what follows if one fails.
 
-1  nothing runs, and the agent hands the layer out         else the sandbox goes on as it was
-2  the shelf holds the layer                              else the same
-3  the first process ends, so that nobody writes to it     else the sandbox ends: nobody knows what it holds
-4  the layer is stored or merged, if it is to be           else the sandbox goes on above it, without a snapshot
-5  a first process starts above the layer                  else the sandbox ends, and the snapshot is held
+    1  nothing runs, and the agent hands the layer out         else the sandbox goes on as it was
+    2  the shelf holds the layer                               else the same
+    3  the first process ends, so that nobody writes to it     else the sandbox ends: nobody knows what it holds
+    4  the layer is stored or merged, if it is to be           else the sandbox goes on above it, without a snapshot
+    5  a first process starts above the layer                  else the sandbox ends, and the snapshot is held
+
+What is restored takes the fifth step alone.
 """
 
 from __future__ import annotations

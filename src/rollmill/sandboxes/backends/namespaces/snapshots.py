@@ -1,8 +1,10 @@
 """The snapshots of one provider: has layers kept by the zygote's shelf or on a disk, by the book.
 
-what it waits for                          who wakes it, and until when
-a layer that is held                       the shelf, `answer_s`
-one that is merged or stored               a child of the shelf, or a thread, `store_s`
+    what it waits for                          who wakes it, and until when
+    a layer that is held                       the shelf, `answer_s`
+    one that is merged or stored               a child of the shelf, `store_s`
+
+The book decides what may go; this carries it out.
 """
 
 from __future__ import annotations
