@@ -471,6 +471,45 @@ def test_a_kill_that_fails_is_tried_again_until_it_succeeds_and_the_budget_waits
     in_virtual_time(body)
 
 
+def test_one_that_does_not_go_holds_up_none_of_those_that_are_killed_with_it():
+    class Stuck(SharedCores):
+        async def kill(self, ids, *, reason=DeathReason.RELEASED):
+            if self.created[0] in ids and asyncio.get_running_loop().time() < 100.0:
+                await asyncio.sleep(50.0)
+            await super().kill(ids, reason=reason)
+
+    async def body():
+        provider = Stuck()
+        async with pool_of(provider, pool={"check_s": 2.0, "kill_s": 10.0, "close_s": 300.0}) as pool:
+            pool.demand(SPEC, 5)
+            await asyncio.sleep(1.0)
+            pool.demand(SPEC, 0)
+            await asyncio.sleep(2.5)
+            assert await provider.alive() == provider.created[:1]
+            assert pool.statistics().places["pooled"] == 1
+            await asyncio.sleep(170.0)
+            assert await provider.alive() == []
+
+    in_virtual_time(body)
+
+
+def test_idle_sandboxes_that_go_with_a_killed_one_are_released_and_not_blamed():
+    async def body():
+        provider = SharedCores()
+        async with pool_of(provider) as pool:
+            pool.demand(SPEC, 2)
+            await asyncio.sleep(1.0)
+            sandbox = await pool.acquire(SPEC, lease=LEASE)
+            pool.demand(SPEC, 0)
+            await pool.release(sandbox, reason=DeathReason.POLICY_MEMORY)
+            await asyncio.sleep(1.0)
+            ends = {one.sandbox_id: one.death.reason for one in await provider.list()}
+            assert ends.pop(sandbox.id) is DeathReason.POLICY_MEMORY
+            assert set(ends.values()) == {DeathReason.RELEASED}
+
+    in_virtual_time(body)
+
+
 def test_the_end_of_a_pool_refuses_who_waits_ends_what_is_idle_and_leaves_what_was_handed_out():
     async def body():
         provider = SharedCores(core_s=1.0)

@@ -87,23 +87,35 @@ class Hands:
         self.last_failure = ""
         self.news = asyncio.Event()
         self._longest_s = longest_s
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._starts: set[asyncio.Task[None]] = set()
         self._preparations: set[asyncio.Task[None]] = set()
 
     def run(self, orders: Iterable[Order], *, reason: DeathReason = DeathReason.RELEASED) -> None:
-        """Carry out orders, and those that follow from them; what is to be killed is killed together."""
-        pending, doomed = deque(orders), list[str]()
+        """Carry out orders, and those that follow from them; what is to be killed is killed together.
+
+        Args:
+            orders: of the law.
+            reason: of the end of a sandbox that somebody had; idle ones are released.
+        """
+        pending, doomed = deque(orders), list[Remove]()
         while pending:
             pending.extend(self._carry_out(pending.popleft(), doomed))
-        for begin in range(0, len(doomed), _KILLED_TOGETHER):
-            self._remove(doomed[begin : begin + _KILLED_TOGETHER], reason=reason)
+        for one in doomed:
+            if not one.idle:
+                self._remove([one.sandbox_id], reason=reason)
+        idle = [one.sandbox_id for one in doomed if one.idle]
+        for begin in range(0, len(idle), _KILLED_TOGETHER):
+            self._remove(idle[begin : begin + _KILLED_TOGETHER], reason=DeathReason.RELEASED)
         self.news.set()
 
     def now_s(self) -> float:
         """Return the loop's time."""
-        return asyncio.get_running_loop().time()
+        if self._loop is None:
+            self._loop = asyncio.get_running_loop()
+        return self._loop.time()
 
-    def _carry_out(self, order: Order, doomed: list[str]) -> list[Order]:
+    def _carry_out(self, order: Order, doomed: list[Remove]) -> list[Order]:
         match order:
             case Start():
                 self._spawn(self._start(order), into=self._starts)
@@ -116,8 +128,8 @@ class Hands:
                 caller = self.callers.get(number)
                 if caller is not None and caller.given is not None and not caller.given.done():
                     caller.given.set_exception(error)
-            case Remove(sandbox_id=sandbox_id):
-                doomed.append(sandbox_id)
+            case Remove():
+                doomed.append(order)
             case Prepare():
                 self._spawn(self._prepare(order.spec), into=self._preparations)
         return []
@@ -235,7 +247,12 @@ class Hands:
             self.removals.update(dict.fromkeys(ids, task))
 
     async def _removed(self, ids: list[str], *, reason: DeathReason) -> None:
-        await self.remover.remove(ids, reason=reason)
+        if len(ids) > 1 and not await self.remover.killed_for_good(ids, reason=reason, limit_s=self._settings.check_s):
+            for one in ids:
+                self._remove([one], reason=reason)  # one that does not go must not hold up the others
+            return
+        if len(ids) == 1:
+            await self.remover.remove(ids, reason=reason)
         for one in ids:
             self.removals.pop(one, None)
             self.sandboxes.pop(one, None)

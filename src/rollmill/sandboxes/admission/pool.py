@@ -196,10 +196,11 @@ class SandboxPool:
         task = self._hands.removals.get(sandbox.id)
         if task is not None:
             await asyncio.wait({task}, timeout=self._settings.kill_s)
-        elif not await self._hands.remover.kill([sandbox.id], reason=reason):  # the pool is closed: nobody tries again
-            raise SandboxError(
-                f"sandbox {sandbox.id} may live until its lease ends: {self._hands.remover.last_failure}"
-            )
+        elif await self._hands.remover.kill([sandbox.id], reason=reason):
+            self._law.gone(sandbox.id, now_s=self._now_s())
+        else:  # the pool is closed, so nobody tries again
+            why = self._hands.remover.last_failure
+            raise SandboxError(f"sandbox {sandbox.id} may live until its lease ends: {why}")
 
     async def suspend(self, sandbox: Sandbox) -> None:
         """Pause a sandbox and count it as suspended, so that others may run.
@@ -366,9 +367,8 @@ class SandboxPool:
         if caller.holds and ask.thaws:
             self._hands.run(self._law.untaken(caller.holds, now_s=now_s))
         elif caller.holds:
-            self._hands.run(
-                self._law.ended(caller.holds, now_s=now_s)
-            )  # its lease may be the caller's, so it cannot go back
+            # Its lease may be the caller's already, so it cannot go back.
+            self._hands.run(self._law.ended(caller.holds, now_s=now_s))
         elif given is not None and given.done() and not given.cancelled() and given.exception() is None:
             claim = self._law.books.claims.get(given.result().sandbox_id)
             if claim is not None and claim.ask == ask.number:

@@ -40,18 +40,18 @@ class Remover:
             await asyncio.sleep(rest_s)
             rest_s = min(2 * rest_s, _LONGEST_REST_S)
 
-    async def killed_for_good(self, ids: Sequence[str], *, reason: DeathReason) -> bool:
-        """Kill these once; return whether nothing of them is left, or can still appear."""
-        if not await self.kill(ids, reason=reason) or not await self._resolved(ids):
+    async def killed_for_good(self, ids: Sequence[str], *, reason: DeathReason, limit_s: float | None = None) -> bool:
+        """Kill these once, within `limit_s`; return whether nothing of them is left, or can still appear."""
+        if not await self.kill(ids, reason=reason, limit_s=limit_s) or not await self._resolved(ids):
             return False
         for one in ids:
             self.unresolved.pop(one, None)
         return True
 
-    async def kill(self, ids: Sequence[str], *, reason: DeathReason) -> bool:
+    async def kill(self, ids: Sequence[str], *, reason: DeathReason, limit_s: float | None = None) -> bool:
         """Order it once; return whether the provider says that they are gone."""
         try:
-            async with asyncio.timeout(self._kill_s):
+            async with asyncio.timeout(self._kill_s if limit_s is None else limit_s):
                 await self._provider.kill(ids, reason=reason)
         except Exception as error:  # whatever it is, they may live, so it is counted and tried again
             self.failures += 1
