@@ -536,13 +536,13 @@ def test_files_are_written_read_described_moved_and_removed(sandbox):
     assert sandbox.files.list("elsewhere")[0].name == "new.txt"
 
 
-def test_links_are_shown_as_links_to_what_they_are(sandbox):
+def test_links_are_shown_as_what_they_lead_to_with_where_that_is(sandbox):
     sandbox.commands.run("mkdir -p links/dir; ln -s dir links/to-dir; ln -s nowhere links/broken; touch links/f")
     found = {one.name: one for one in sandbox.files.list("links")}
     assert {name: one.type.value for name, one in found.items() if one.type} == {
         "dir": "dir",
         "f": "file",
-        "to-dir": "symlink",
+        "to-dir": "dir",
         "broken": "symlink",
     }
     assert (found["to-dir"].symlink_target, found["f"].symlink_target) == (f"{HOME}/links/dir", None)
@@ -598,6 +598,11 @@ def test_wrong_paths_are_said_with_the_sdks_exceptions(sandbox):
         sandbox.files.read("file", user="nobody-here")
 
 
+def test_metadata_of_files_is_refused_instead_of_lost(sandbox):
+    with pytest.raises(e2b.SandboxException, match="metadata of files is not kept here"):
+        sandbox.files.write("marked", "x", metadata={"a": "b"})
+
+
 def test_a_full_sandbox_says_so(service):
     one = service.create("small")
     with pytest.raises(e2b.NotEnoughSpaceException):
@@ -626,8 +631,12 @@ def test_a_watcher_tells_what_happens_below_a_directory(sandbox):
         assert expected in seen["flat"]
     assert ("create", "deep/f") in seen["deep"]
     assert ("write", "deep/f") in seen["deep"]
-    flat.stop()
-    deep.stop()
+    full = sandbox.files.watch_dir("watched", include_entry=True)
+    sandbox.files.write("watched/told", "abc")
+    told = [event for event in full.get_new_events() if event.type.value == "write"]
+    assert [(event.entry.path, event.entry.size) for event in told] == [(f"{HOME}/watched/told", 3)]
+    for watcher in (flat, deep, full):
+        watcher.stop()
     with pytest.raises(e2b.FileNotFoundException):
         sandbox.files.watch_dir("not-here")
     assert not [

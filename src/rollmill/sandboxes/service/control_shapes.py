@@ -12,8 +12,8 @@ from rollmill.sandboxes.service.law import Plan, Standing
 from rollmill.sandboxes.service.node import Node, Sample, Served
 from rollmill.sandboxes.service.shelf import Kept
 
-ENVD_VERSION = "0.6.1"
-"""What callers take for the version of the services inside: 0.6.2 would promise metadata of files."""
+ENVD_VERSION = "0.6.4"
+"""What callers take for the version of the services inside: what they ask for depends on it."""
 CLIENT_ID = "rollmill"
 _MIB = 1024**2
 

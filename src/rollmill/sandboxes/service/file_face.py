@@ -36,6 +36,8 @@ from rollmill.sandboxes.service.watching import MOST_WATCHERS, Watcher
 from rollmill.sandboxes.service.wire import (
     Empty,
     EntryResponse,
+    EventType,
+    FileEvent,
     ListDirRequest,
     ListDirResponse,
     Message,
@@ -55,6 +57,7 @@ _FORM_BYTES = 1024 * 1024
 _AT_ONCE_BYTES = 1024 * 1024
 _UNPACKED_AT_ONCE = 1024 * 1024
 _GZIP = 31
+_METADATA = "x-metadata-"
 _BYTES = "application/octet-stream"
 
 
@@ -119,7 +122,9 @@ class FileFace:
         directory = await (await self._inside(served)).directory(path)
         if len(served.watchers) >= MOST_WATCHERS:
             raise RpcProblem("resource_exhausted", f"{MOST_WATCHERS} directories are watched; end a watcher first")
-        watcher = await Watcher.start(served.sandbox, directory, recursive=message.recursive)
+        watcher = await Watcher.start(
+            served.sandbox, directory, recursive=message.recursive, with_entries=message.include_entry
+        )
         name = secrets.token_hex(8)
         served.watchers[name] = watcher
         self._node.run(watcher.pump(), name=f"watcher of {directory} in sandbox {served.id}")
@@ -135,7 +140,19 @@ class FileFace:
         return WatcherId(watcher_id=name)
 
     async def _watcher_events(self, call: Call, message: WatcherId) -> WatcherEvents:
-        return WatcherEvents(events=await self._found(call, message).taken())
+        watcher = self._found(call, message)
+        events = await watcher.taken()
+        return WatcherEvents(events=tuple([await self._told(call, watcher, event) for event in events]))
+
+    async def _told(self, call: Call, watcher: Watcher, event: FileEvent) -> FileEvent:
+        """Return an event with what is at its path now, if that was asked for and something is."""
+        if not watcher.with_entries or event.type in (EventType.REMOVE, EventType.RENAME):
+            return event
+        try:
+            entry = await (await self._inside(call.served)).entry(posixpath.join(watcher.directory, event.name))
+        except RpcProblem:
+            return event  # gone already
+        return msgspec.structs.replace(event, entry=entry)
 
     async def _remove_watcher(self, call: Call, message: WatcherId) -> Empty:
         self._found(call, message)
@@ -159,7 +176,7 @@ class FileFace:
         name, watcher = await self._watcher(call, message)
 
         async def next_reply() -> WatchReply:
-            return WatchReply(filesystem=await watcher.next())
+            return WatchReply(filesystem=await self._told(call, watcher, await watcher.next()))
 
         replies = with_keepalive(next_reply, keepalive=_KEEPALIVE, every_s=call.keepalive_s(), deadline_s=deadline_s)
         try:
@@ -207,6 +224,8 @@ class FileFace:
         try:
             served = await self._caller(request, operation=WRITE)
             account = await self._account(request, served)
+            if any(name.startswith(_METADATA) for name in request.headers):
+                raise HttpProblem(501, "metadata of files is not kept here; put it in a file of its own")
             boundary = boundary_of(request.headers.get("content-type", ""))
             if boundary is None:
                 written = [await self._take_file(request, served, account)]

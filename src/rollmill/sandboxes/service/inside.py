@@ -16,7 +16,8 @@ from rollmill.sandboxes.service.connect import RpcProblem
 from rollmill.sandboxes.service.law import permissions
 from rollmill.sandboxes.service.wire import EntryInfo, FileType
 
-# A link has the type of what it leads to; one that leads nowhere its own.
+# A link has the type of what it leads to, as in the version that is told to callers, and a target; one that leads
+# nowhere has its own.
 _TYPES = {"file": FileType.FILE, "directory": FileType.DIRECTORY, "link": FileType.SYMLINK}
 _FORMATS = {"file": 0o100000, "directory": 0o040000, "link": 0o120000}
 _MOST_ENTRIES = 10_000
@@ -78,7 +79,6 @@ class Inside:
             group=self._names.group(found.gid),
             modified_time=datetime.fromtimestamp(found.modified_s, UTC),
             symlink_target=target,
-            is_symlink=found.kind == "link",
         )
 
     async def _end_of(self, path: str, link: FileInfo) -> tuple[str, str]:

@@ -34,9 +34,15 @@ _SOURCE = Path(inotify_program.__file__)
 
 
 class Watcher:
-    """One directory that is watched."""
+    """One directory that is watched.
 
-    def __init__(self, process: Process) -> None:
+    Attributes:
+        directory: which one.
+        with_entries: whether its callers want to know what is at each path, too.
+    """
+
+    def __init__(self, process: Process, *, directory: str, with_entries: bool) -> None:
+        self.directory, self.with_entries = directory, with_entries
         self._process = process
         self._events: deque[FileEvent] = deque()
         self._told: set[tuple[str, EventType]] = set()
@@ -46,11 +52,11 @@ class Watcher:
         self._end: RpcProblem | None = None
 
     @classmethod
-    async def start(cls, sandbox: Sandbox, path: str, *, recursive: bool) -> Watcher:
+    async def start(cls, sandbox: Sandbox, path: str, *, recursive: bool, with_entries: bool) -> Watcher:
         """Start the program of a watcher; its `pump` is the caller's to run."""
         argv = ["python3", "-c", _program(), path, str(int(recursive))]
         process = await sandbox.start_process(argv, cwd="/", user="root", output_cap_bytes=_OUTPUT_BYTES)
-        return cls(process)
+        return cls(process, directory=path, with_entries=with_entries)
 
     async def pump(self) -> None:
         """Take in what the program says until its end."""
