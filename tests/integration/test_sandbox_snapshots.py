@@ -16,10 +16,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from image_builders import add, new_store, small_root
 from rollmill.errors import ConfigError, ImageError, SandboxBusy, SandboxError, SandboxRetryable
 from rollmill.sandboxes import (
     DirectoryImage,
     Lease,
+    NamedImage,
     NamespaceProvider,
     NamespaceSettings,
     Provider,
@@ -178,8 +180,10 @@ def test_a_chain_that_grows_too_deep_is_merged_and_shows_the_same(rig):
         earlier = await provider.restore(refs[2], id=new_id(), lease=LEASE)
         assert await shell(earlier, "cat /workspace/count /workspace/swap") == "2\nfile\n"
         await end(sandbox, copy, earlier)
+        assert rig.provider.snapshot_totals() > (0, 0)
         await provider.delete_snapshots([one.snapshot_id for one in refs])
         assert await provider.snapshots() == ()
+        assert rig.provider.snapshot_totals() == (0, 0)
 
     rig.run(body)
 
@@ -203,6 +207,33 @@ def test_an_image_of_directories_is_below_its_snapshots(rig, tmp_path):
         await end(sandbox, copy)
 
     rig.run(body)
+
+
+def test_a_snapshot_holds_its_image_and_stands_on_it_whatever_the_name_means_later(tmp_path, rig):
+    store = new_store(tmp_path / "store")
+    root = small_root(tmp_path / "root", programs=("sh", "cat"))
+    spec = SandboxSpec(image=NamedImage(name="tools"), limits=LIMITS)
+    (root / "version").write_text("1", encoding="ascii")
+    digest = add(store, root, name="tools").digest
+    with real_rig(tmp_path / "records", images=store.settings) as own:
+
+        async def body(provider: Provider) -> None:
+            sandbox = await start(provider, spec)
+            await sandbox.write("/tmp/written", b"x")
+            ref = await sandbox.snapshot(id=new_id(), end=True)
+            assert len(store.show(digest).held_by) == 1
+            (root / "version").write_text("2", encoding="ascii")
+            add(store, root, name="tools")
+            newer = await start(provider, spec)
+            copy = await provider.restore(ref, id=new_id(), lease=LEASE)
+            assert (await newer.read("/version"), await copy.read("/version")) == (b"2", b"1")
+            assert (await copy.exec(["cat", "/tmp/written"])).stdout == b"x"
+            await end(newer, copy)
+            assert len(store.show(digest).held_by) == 1
+            await provider.delete_snapshots([ref.snapshot_id])
+            assert store.show(digest).held_by == ()
+
+        own.run(body)
 
 
 def test_a_warm_python_is_no_reason_to_refuse_and_is_warm_again_afterwards(rig):

@@ -91,6 +91,10 @@ class SnapshotCalls:
         refs = (one.ref for one in self._snapshots.book.snapshots())
         return tuple(one for one in refs if one.snapshot_id not in self._forking)
 
+    def snapshot_totals(self) -> tuple[int, int]:
+        """Return bytes and inodes of all layers that are held, by snapshots or by sandboxes above them."""
+        return self._snapshots.book.counts()
+
     async def delete_snapshots(self, ids: Sequence[str]) -> None:
         """Let go of these; one that is not known counts as deleted."""
         for one in ids:
