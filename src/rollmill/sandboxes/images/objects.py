@@ -9,6 +9,7 @@ import errno
 import hashlib
 import os
 import stat
+from contextlib import suppress
 from pathlib import Path
 
 Attributes = tuple[tuple[bytes, bytes], ...]
@@ -79,9 +80,10 @@ class ObjectPool:
         dropped = 0
         for shard in self._directory.iterdir():
             for entry in os.scandir(shard):
-                if entry.stat(follow_symlinks=False).st_nlink == 1:
-                    os.unlink(entry.path)
-                    dropped += 1
+                with suppress(FileNotFoundError):  # another collection is at it too
+                    if entry.stat(follow_symlinks=False).st_nlink == 1:
+                        os.unlink(entry.path)
+                        dropped += 1
         return dropped
 
 

@@ -56,4 +56,6 @@ async def in_thread(call: Callable[[], T], work: Work) -> T:
     except asyncio.CancelledError:
         work.cancel()
         await asyncio.wait([running])
+        if not running.cancelled():
+            running.exception()  # that it ended early is what the caller wanted
         raise
