@@ -246,19 +246,18 @@ class GeneratorSettings(Section):
     borrowed_threads: int | None = knob(
         None, unit="threads", raising="faster steps while the trainer waits", lowering="leaves cores to others", ge=0
     )
-    """Further threads that a replica of the embedded engine takes while cores of the machine stand idle, and gives back
-    when they do not. `None`: as many as the trainer has, for it waits for data or computes; none in deterministic mode
-    and in `rollmill serve`."""
+    """Further threads that a replica of the embedded engine takes while nobody else uses their cores. `None`: as many
+    as the trainer has, for it waits for data or computes; none in deterministic mode and in `rollmill serve`."""
     dtype: Literal["auto", "float32", "bfloat16"] = knob("auto")
     """Serving precision; `auto` takes bfloat16 only where the CPU multiplies it natively."""
     kernels: Literal["auto", "native", "torch"] = knob("auto")
     """What multiplies with the weights: `native` insists on the kernels that are compiled at the first use (x86-64 with
     AVX2 and a C compiler), `auto` takes them where they can be used, `torch` never."""
     quantization: Literal["none", "int8"] = knob("none")
-    """`int8` keeps the weights of linear layers as integers of eight bits with a factor per 32 inputs, rounded when they
-    are published: 0.28 of their memory, and small batches are faster. Log-probs differ from the trainer's (with SmolLM2
-    by 0.05 nats on average), which the algorithm's importance correction takes into account. Needs the compiled
-    kernels."""
+    """`int8` keeps the weights of linear layers as integers of eight bits with a factor per 32 inputs, rounded when
+    they are published: 0.28 of their memory, and small batches are faster. Log-probs differ from the trainer's (with
+    SmolLM2 by 0.05 nats on average), which the algorithm's importance correction takes into account. Needs the
+    compiled kernels."""
     max_num_seqs: int = knob(
         48, unit="sequences", raising="larger batches, more KV memory", lowering="less memory, lower throughput", ge=1
     )
@@ -371,6 +370,12 @@ class TrainerSettings(Section):
         1, unit="threads", raising="faster if cores are idle", lowering="leaves cores to the generator", ge=1
     )
     """Torch threads."""
+    borrowed_threads: int | None = knob(
+        None, unit="threads", raising="faster steps while replicas wait", lowering="leaves cores to others", ge=0
+    )
+    """Further threads that the trainer takes for a micro-batch while nobody else uses their cores. `None`: as many as a
+    replica has, for it waits or computes; none in deterministic mode, because sums of another order differ in the
+    last bits."""
     dtype: Literal["auto", "float32", "bfloat16"] = knob("auto")
     """Compute precision (autocast); master weights stay float32. `auto` takes bfloat16 only where it is native."""
     learning_rate: float = knob(2e-5, raising="faster, less stable", lowering="slower, more stable", gt=0)

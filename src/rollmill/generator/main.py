@@ -14,9 +14,9 @@ import msgspec
 from rollmill.clock import Clock, SystemClock
 from rollmill.config.precision import resolve_dtype
 from rollmill.config.schema import GeneratorSettings, LimitSettings
+from rollmill.cores import CoreBorrower
 from rollmill.errors import EngineDead, EngineError, MissingExtraError, ModelError
 from rollmill.generator.adapters import AdapterLoader, AdapterSource
-from rollmill.generator.cores import CoreBorrower
 from rollmill.generator.engines.fake import FakeEngine
 from rollmill.generator.engines.protocol import Engine, KvPolicy
 from rollmill.generator.loading import Replica
@@ -89,7 +89,7 @@ def build_engine(
         dtype: `auto`, `float32` or `bfloat16`.
         kernels: whether compiled kernels multiply with the weights: `auto`, `native` or `torch`.
         threads: torch threads of this process.
-        borrow: of `embedded`: further ones while cores stand idle; see `rollmill.generator.cores`.
+        borrow: of `embedded`: further ones while cores stand idle; see `rollmill.cores`.
         max_num_seqs: sequences decoded at once.
         max_model_len: longest prompt plus output, tokens.
         tensors: the first weights.

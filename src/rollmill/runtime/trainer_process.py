@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,6 +13,7 @@ import numpy as np
 from rollmill.buffer.doorbell import Doorbell, ring
 from rollmill.buffer.sqlite import SqliteStore
 from rollmill.clock import SystemClock
+from rollmill.cores import CoreBorrower
 from rollmill.runtime.ahead import read_ahead
 from rollmill.runtime.incarnation import ProcessSeconds, write_record
 from rollmill.runtime.layout import CONTROLLER, replica_name
@@ -79,6 +81,7 @@ def run_trainer(context: ProcessContext) -> None:
             start_s=context.spawned_at_s,
             committed_step=None if checkpoint is None else checkpoint.optimizer_step,
             parent_version=context.incarnation.parent_version,
+            before_micro_batch=_borrower(context, clock=clock),
         )
         result = loop.run()
     store.close()
@@ -122,6 +125,18 @@ def _load(context: ProcessContext, model_path: str) -> tuple[Trainer, Checkpoint
         state=checkpoint.trainer_state,
     )
     return trainer, checkpoint
+
+
+def _borrower(context: ProcessContext, *, clock: SystemClock) -> Callable[[], None]:
+    """Return what is called before each micro-batch: it takes threads of cores that nobody else uses."""
+    config = context.config
+    asked = config.trainer.borrowed_threads
+    borrow = config.generator.threads if asked is None else asked
+    if config.run.deterministic or borrow == 0:
+        return lambda: None
+    import torch
+
+    return CoreBorrower(own=config.trainer.threads, borrow=borrow, set_threads=torch.set_num_threads, now_s=clock.now_s)
 
 
 def _ring_others(context: ProcessContext) -> None:

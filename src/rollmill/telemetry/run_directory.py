@@ -70,9 +70,11 @@ RESUMABLE: frozenset[str] = frozenset(
         "environment.scoring_workers",
         "generator.replicas",
         "generator.threads",
+        "generator.borrowed_threads",
         "generator.kernels",
         "generator.max_num_seqs",
         "trainer.threads",
+        "trainer.borrowed_threads",
         # What is measured.
         "evaluation.at_start",
         "evaluation.at_end",

@@ -77,6 +77,7 @@ class TrainerLoop:
         parent_version: policy version that the checkpoint names; parent of the first publication after a resume.
         executor: runs the commits of publications, one at a time; a thread of its own if `None`.
         checkpoint_executor: runs the writes of checkpoints in the background, likewise.
+        before_micro_batch: called on the thread that computes, before each micro-batch.
     """
 
     def __init__(
@@ -99,8 +100,10 @@ class TrainerLoop:
         parent_version: int | None = None,
         executor: Executor | None = None,
         checkpoint_executor: Executor | None = None,
+        before_micro_batch: Callable[[], None] = lambda: None,
     ) -> None:
         self._config = config
+        self._before_micro_batch = before_micro_batch
         self._trainer = trainer
         self._store = store
         self._repository = repository
@@ -247,7 +250,7 @@ class TrainerLoop:
             metrics = self._trainer.train_step(
                 batch.groups,
                 optimizer_step_of=self._optimizer_step_of,
-                heartbeat=lambda: self._renew(batch),
+                heartbeat=lambda: self._beat(batch),
             )
         except Fault as fault:
             self._give_back(batch, fault)
@@ -255,6 +258,10 @@ class TrainerLoop:
         self._steps_trained += 1
         self._switch(TrainerCause.PUBLISH)
         self._publish_step(batch, metrics)
+
+    def _beat(self, batch: LeasedBatch) -> None:
+        self._renew(batch)
+        self._before_micro_batch()
 
     def _give_back(self, batch: LeasedBatch, fault: Fault) -> None:
         """Release an untrained batch; the fault stays the first cause, whatever the store says."""
