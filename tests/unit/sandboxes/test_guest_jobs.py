@@ -89,3 +89,14 @@ def test_an_environment_is_what_was_given_over_a_few_defaults():
     user = jobs.User("user", 1000, 1000, "/home/user")
     found = jobs.environment({"PATH": "/mine", "A": "b"}, user)
     assert found == {"PATH": "/mine", "A": "b", "HOME": "/home/user", "USER": "user", "LANG": "C.UTF-8", "TERM": "dumb"}
+
+
+def test_a_process_that_was_killed_is_dying_and_one_that_runs_is_not():
+    pid = sleeper()
+    assert not jobs.is_dying(pid)
+    os.kill(pid, signal.SIGSTOP)
+    os.waitpid(pid, os.WUNTRACED)
+    assert not jobs.is_dying(pid)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    assert jobs.is_dying(pid)

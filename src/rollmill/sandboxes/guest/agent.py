@@ -33,6 +33,7 @@ from rollmill.sandboxes.guest.warm import WarmPython
 _FULL_BYTES, _ROOM_BYTES = 2 * 1024 * 1024, 512 * 1024
 _REMOVED_AT_ONCE = 2000
 _MOST_NAMED = 8
+_MOMENT_S, _LOOK_S = 1.0, 0.002
 _EXHAUSTED = (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -364,8 +365,11 @@ class Agent:
         self._release(job)
         if not isinstance(job, Shell):
             self._send(job.report())
-        elif job.running:
+            return
+        if job.running:
             self._send(job.end_line())
+        for number in job.closed_by:
+            self._send({"n": number, "op": "done"})
 
     def _drain(self, job: Job) -> None:
         for descriptor in list(job.outputs):
@@ -448,24 +452,36 @@ class Agent:
             self._send(shell.end_line())
 
     def _close(self, head: dict[str, Any], _: bytes) -> None:
-        """End a session and what its lines have started."""
-        if (shell := self._shells.get(head["session"])) is not None:
-            jobs.kill_tree(shell.pid)
-        self._send({"n": head["n"], "op": "done"})
+        """End a session and what its lines have started; told when the shell has ended."""
+        if (shell := self._shells.get(head["session"])) is None:
+            self._send({"n": head["n"], "op": "done"})
+            return
+        shell.closed_by.append(head["n"])
+        jobs.kill_tree(shell.pid)
 
     # -- layers ------------------------------------------------------------------------------------------------------
 
     def _layer(self, head: dict[str, Any], _: bytes) -> None:
         """Hand this sandbox's layer out, when nothing runs that could write to it."""
-        spared = {warm.pid for warm in self._warm.values()}
-        others = [pid for pid in jobs.processes() if pid not in spared]
-        if others and not head["force"]:
+        others = [] if head["force"] else self._others()
+        if others:
             names = ", ".join(f"{pid} {jobs.name_of(pid)}" for pid in others[:_MOST_NAMED])
             self._refuse(head["n"], "busy", f"{len(others)} processes run: {names}")
             return
         self._end_all()
         socket.send_fds(self._zygote, [b"layer"], [self._written])
         self._send({"n": head["n"], "op": "done", **_written_counts()})
+
+    def _others(self) -> list[int]:
+        """Return what runs beside this process and its helpers; what was killed just now has a moment to be gone."""
+        spared = {warm.pid for warm in self._warm.values()}
+        end = time.monotonic() + _MOMENT_S
+        while True:
+            others = [pid for pid in jobs.processes() if pid not in spared]
+            if not others or time.monotonic() >= end or not all(map(jobs.is_dying, others)):
+                return others
+            time.sleep(_LOOK_S)
+            self._on_child(0)
 
     def _end_all(self) -> None:
         """End every process but this one, and take leave of each."""

@@ -24,6 +24,7 @@ EXTRA_PATH = "/opt/rollmill/bin"
 DEFAULT_PATH = f"/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin:{EXTRA_PATH}"
 NOT_FOUND, NOT_EXECUTABLE = 127, 126
 _VICTIM_OOM_SCORE = "500"
+_PF_EXITING = 4
 _TIOCSCTTY, _TIOCSWINSZ = 0x540E, 0x5414
 _RESET_SIGNALS = (signal.SIGCHLD, signal.SIGPIPE, signal.SIGXFSZ, signal.SIGINT)
 
@@ -262,6 +263,21 @@ def _states() -> dict[int, tuple[str, int]]:
 def processes() -> list[int]:
     """Return every process of this namespace that runs, but its first."""
     return sorted(pid for pid, (state, _) in _states().items() if pid != 1 and state not in "ZX")
+
+
+def is_dying(pid: int) -> bool:
+    """Return whether a process has ended, or was killed and has yet to notice."""
+    try:
+        with open(f"/proc/{pid}/status", "rb") as stream:
+            lines = [line.split() for line in stream]
+        with open(f"/proc/{pid}/stat", "rb") as stream:
+            flags = int(stream.read().rpartition(b")")[2].split()[6])
+    except OSError:
+        return True
+    if flags & _PF_EXITING:
+        return True
+    pending = [int(words[1], 16) for words in lines if words[:1] in ([b"SigPnd:"], [b"ShdPnd:"])]
+    return any(one >> (signal.SIGKILL - 1) & 1 for one in pending)
 
 
 def name_of(pid: int) -> str:

@@ -57,6 +57,7 @@ class Shell(Job):
         super().__init__(number, {"cap": 0, "hard_cap": 0, "stdin_open": True}, stdin=PROLOGUE)
         self.session = number
         self.status_fd = -1
+        self.closed_by: list[int] = []
         self.running = False
         self._word = ""
         self._status = 0
