@@ -11,8 +11,7 @@ import msgspec
 from rollmill.sandboxes import Lease, Provider, SandboxSpec, SandboxState
 from rollmill.sandboxes.admission import AdmissionSettings, PoolSettings, SandboxPool
 from rollmill.sandboxes.records import Capabilities, DeathReason
-from rollmill.testing import FakeSandboxProvider, run_virtual
-from rollmill.testing.sandboxes import FakeSandbox
+from rollmill.testing import FakeSandbox, FakeSandboxProvider, run_virtual
 
 T = TypeVar("T")
 LEASE = Lease(owner="me", ttl_s=100_000.0)

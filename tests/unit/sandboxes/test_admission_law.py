@@ -63,6 +63,12 @@ def brief(orders: list[Order]) -> list[tuple]:
     return found
 
 
+def only_start(orders: list[Order]) -> Start:
+    (order,) = orders
+    assert isinstance(order, Start)
+    return order
+
+
 def filled(one: AdmissionLaw, count: int, *, spec: SandboxSpec = A, now_s: float = 0.0) -> list[str]:
     """Fill the pool, and return the ids."""
     one.demand(spec, count, now_s=now_s)
@@ -128,7 +134,7 @@ def test_only_who_wants_a_broken_image_waits_for_it():
     one = law(image_failures=1, tries=1)
     _, orders = submit(one, B)
     error = ImageError("broken")
-    assert brief(one.failed(orders[0].sandbox_id, How.IMAGE, error=error, left=False, now_s=0.0)) == [
+    assert brief(one.failed(only_start(orders).sandbox_id, How.IMAGE, error=error, left=False, now_s=0.0)) == [
         ("refuse", 0, "ImageError")
     ]
     waits, orders = submit(one, B)
@@ -250,7 +256,7 @@ def test_an_open_breaker_lets_one_probe_through_and_all_others_after_it():
     waits = [submit(one, now_s=2.0)[0] for _ in range(3)]
     assert [ask.waiting for ask in waits] == [Waiting.BREAKER, Waiting.TURN, Waiting.TURN]
     assert one.wakes_s(now_s=2.0) == 11.0
-    (probe,) = one.tick(now_s=11.0)
+    probe = only_start(one.tick(now_s=11.0))
     # The failures halved the cap to 1, and this crowded success makes it 1 + 1/1.
     assert [kind for kind, *_ in brief(one.started(probe.sandbox_id, now_s=12.0))] == ["give", "start", "start"]
 
@@ -374,7 +380,7 @@ def test_old_idle_ones_are_replaced():
 def test_a_pool_that_cannot_be_filled_is_tried_less_and_less_often():
     one = law(initial_starting=1, breaker_failures=99, hold_s=1.0)
     one.demand(A, 1, now_s=0.0)
-    (start,) = one.prepared(A, done=True, now_s=0.0)
+    start = only_start(one.prepared(A, done=True, now_s=0.0))
     rests, now_s = [], 0.0
     for _ in range(4):
         assert one.failed(start.sandbox_id, How.REQUEST, error=FAULT, left=False, now_s=now_s) == []
@@ -382,7 +388,7 @@ def test_a_pool_that_cannot_be_filled_is_tried_less_and_less_often():
         assert wakes_s is not None
         rests.append(wakes_s - now_s)
         now_s = wakes_s
-        (start,) = one.tick(now_s=now_s)
+        start = only_start(one.tick(now_s=now_s))
     assert rests == [1.0, 2.0, 4.0, 8.0]
 
 

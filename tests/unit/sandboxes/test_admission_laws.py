@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import doctest
+from typing import Any
 
 import pytest
 
@@ -310,7 +311,7 @@ def test_a_sandbox_that_is_being_killed_has_left_the_starting_cap_and_nothing_el
 # -- gates -----------------------------------------------------------------------------------------------------------
 
 
-def gates(**settings: float) -> Gates:
+def gates(**settings: Any) -> Gates:
     return Gates(AdmissionSettings(**settings), cores=4)
 
 

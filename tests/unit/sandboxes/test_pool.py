@@ -20,6 +20,7 @@ from rollmill.errors import (
 from rollmill.sandboxes import DeathReason, DirectoryImage, Lease, Limits, SandboxSpec, SandboxState
 from rollmill.sandboxes.admission import Acquired, PressureSample, SandboxPool
 from rollmill.sandboxes.watchdog import NodeGuard, NodeReading
+from rollmill.testing import FakeSandbox
 from rollmill.testing.faults import Delay, FaultInjector, Hang, Raise
 
 SPEC = SandboxSpec()
@@ -402,7 +403,9 @@ def test_one_that_appears_after_everybody_gave_up_is_found_and_killed():
             assert (sandbox.id, pool.statistics().unresolved) == ("x-r2", ("x",))
             await asyncio.sleep(60.0)
             assert await provider.alive() == ["x-r2"]
-            assert (await provider.status(["x"]))["x"].death.reason is DeathReason.START_FAILED
+            end = (await provider.status(["x"]))["x"].death
+            assert end is not None
+            assert end.reason is DeathReason.START_FAILED
             assert pool.statistics().unresolved == ()
 
     in_virtual_time(body)
@@ -503,7 +506,7 @@ def test_idle_sandboxes_that_go_with_a_killed_one_are_released_and_not_blamed():
             pool.demand(SPEC, 0)
             await pool.release(sandbox, reason=DeathReason.POLICY_MEMORY)
             await asyncio.sleep(1.0)
-            ends = {one.sandbox_id: one.death.reason for one in await provider.list()}
+            ends = {one.sandbox_id: one.death.reason for one in await provider.list() if one.death is not None}
             assert ends.pop(sandbox.id) is DeathReason.POLICY_MEMORY
             assert set(ends.values()) == {DeathReason.RELEASED}
 
@@ -602,6 +605,7 @@ def test_a_sandbox_whose_end_only_the_provider_knows_is_found_by_asking_it():
         provider = SharedCores()
         async with pool_of(provider, max_running=1) as pool:
             first = await pool.acquire(SPEC, lease=LEASE)
+            assert isinstance(first, FakeSandbox)
             first.end(DeathReason.EXITED)
             first._death = None  # as the object of a sandbox on another machine, which nobody called back
             await pool.acquire(SPEC, lease=LEASE, deadline_s=30.0)
@@ -717,6 +721,7 @@ def test_a_provider_whose_sandboxes_have_a_longest_life_is_not_asked_for_more_an
             pool.demand(longest, 1)
             await asyncio.sleep(90.0)
             (only,) = pool._hands.sandboxes.values()
+            assert isinstance(only, FakeSandbox)
             assert only.spec.limits.wall_s == 1000.0
             await asyncio.sleep(20.0)
             assert pool.statistics().aged == 1  # after a tenth of that life

@@ -154,8 +154,9 @@ class Hands:
             self._failed(order, gone, Outcome(how=How.CUT, left=Left.NOTHING))
             return
         began_s, begun = loop.time(), False
+        limit = asyncio.timeout_at(order.expires_s)
         try:
-            async with asyncio.timeout_at(order.expires_s) as limit:
+            async with limit:
                 if caller is not None and caller.before is not None:
                     await caller.before(order.sandbox_id)
                 begun = True

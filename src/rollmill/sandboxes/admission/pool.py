@@ -299,8 +299,9 @@ class SandboxPool:
         """Wait until the law gives this caller a sandbox that it can take."""
         loop = asyncio.get_running_loop()
         self._hands.callers[ask.number] = caller
+        limit = asyncio.timeout_at(ask.expires_s)
         try:
-            async with asyncio.timeout_at(ask.expires_s) as limit:
+            async with limit:
                 while True:
                     caller.given = loop.create_future()
                     self._hands.run(self._law.submit(ask, now_s=loop.time()))
