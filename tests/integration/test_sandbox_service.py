@@ -301,6 +301,48 @@ def test_fifty_sandboxes_at_once_keep_their_files_apart(service):
         assert list(threads.map(one, range(50))) == [str(number) for number in range(50)]
 
 
+@pytest.mark.parametrize(
+    ("options", "token", "says"),
+    [
+        (["--token-env", "NOT_SET_ANYWHERE"], TOKEN, "NOT_SET_ANYWHERE (--token-env) is empty or not set"),
+        (["--token-env", "TOKEN_OF_TEST"], "short", "it needs at least 16"),
+        (["--token-env", "TOKEN_OF_TEST", "--listen", "nowhere"], TOKEN, "no address to listen at"),
+        (["--token-env", "TOKEN_OF_TEST", "--templates", "/not/here"], TOKEN, "templates cannot be read"),
+        (["--token-env", "TOKEN_OF_TEST", "--listen", "TAKEN"], TOKEN, "cannot be bound for the sandbox service"),
+    ],
+)
+def test_what_cannot_be_served_is_one_line_of_error(service, tmp_path, options, token, says):
+    taken = service.said["url"].removeprefix("http://")
+    command = [sys.executable, "-m", "rollmill.cli", "sandbox", "serve", "--directory", str(tmp_path / "records")]
+    done = subprocess.run(
+        [*command, *(taken if one == "TAKEN" else one for one in options)],
+        env={**os.environ, "TOKEN_OF_TEST": token},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error [config]: ")
+    assert says in done.stderr
+
+
+def test_a_sandbox_of_the_service_is_shown_by_its_id_to_the_same_user(service):
+    one = service.create(metadata={"run": "shown"})
+    command = [sys.executable, "-m", "rollmill.cli", "sandbox", "show", "--directory", str(service.records), "--json"]
+    shown = subprocess.run([*command, one.sandbox_id], capture_output=True, text=True, timeout=60, check=True)
+    document = json.loads(shown.stdout)
+    assert (document["id"], document["state"], document["owner_pid"]) == (
+        one.sandbox_id,
+        "running",
+        service.said["pid"],
+    )
+    assert document["labels"]["run"] == "shown"
+    one.kill()
+    gone = subprocess.run([*command, one.sandbox_id], capture_output=True, text=True, timeout=60, check=False)
+    assert (gone.returncode, json.loads(gone.stdout)["error"]["code"]) == (1, "sandbox_dead")
+
+
 def test_two_nodes_behind_a_router_are_one_service_to_the_sdk(service, tmp_path):
     with serving(tmp_path, "--max-sandboxes", "2") as other:
         nodes = [part for one in (service, other) for part in ("--node", one.said["url"])]

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from rollmill.clock import VirtualClock
-from rollmill.errors import CreateUnknown, DeadlineExceeded, SandboxRetryable
-from rollmill.sandboxes import DeathReason, SandboxState
+from rollmill.errors import CreateUnknown, DeadlineExceeded, ImageError, SandboxRetryable
+from rollmill.sandboxes import DeathReason, NamedImage, SandboxState
 from rollmill.sandboxes.service.law import HttpProblem, Plan, Standing
 from rollmill.sandboxes.service.node import Node, Order
 from rollmill.sandboxes.service.settings import ServiceSettings
@@ -190,6 +190,17 @@ def test_a_sandbox_that_died_by_itself_is_gone_from_lists_with_its_reason_for_ca
     at_node(scenario)
 
 
+def test_a_template_without_a_name_in_the_settings_is_the_name_of_an_image_that_the_backend_may_know():
+    async def scenario(node: Node, provider: FakeSandboxProvider) -> None:
+        served = await node.create(Order(template="python:3", timeout_s=1.0))
+        assert served.spec.image == NamedImage(name="python:3")
+        with pytest.raises(HttpProblem, match="As the name of an image: no such image"):
+            await node.create(Order(template="other", timeout_s=1.0))
+
+    unknown = Raise(lambda: ImageError("no such image"))
+    at_node(scenario, provider={"faults": FaultInjector({("create", 2): unknown})})
+
+
 @pytest.mark.parametrize(
     ("asked", "status", "says"),
     [
@@ -206,4 +217,4 @@ def test_what_cannot_be_made_is_refused_before_anything_starts(asked, status, sa
         assert caught.value.status == status
         assert await provider.list() == ()
 
-    at_node(scenario, max_timeout_s=100.0, default_timeout_s=100.0)
+    at_node(scenario, max_timeout_s=100.0, default_timeout_s=100.0, image_names=False)

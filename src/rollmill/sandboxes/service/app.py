@@ -79,7 +79,7 @@ class ServiceApp(Starlette):
         return Response(status_code=204)
 
     async def _here(self, request: Request) -> Response:
-        return Response(status_code=204 if request.query_params.get("id", "") in self._node.all() else 404)
+        return Response(status_code=404 if self._node.get(request.query_params.get("id", "")) is None else 204)
 
     async def _show_metrics(self, request: Request) -> Response:
         if self._metrics is None:

@@ -125,7 +125,7 @@ async def caller_of(request: Request, node: Node) -> Served:
     sandbox_id = sandbox_id_of(request)
     if not sandbox_id:
         raise HttpProblem(400, "the call does not say for which sandbox it is: send the header E2b-Sandbox-Id")
-    served = node.all().get(sandbox_id)
+    served = node.get(sandbox_id)
     if served is None:
         raise gone(sandbox_id, "it was never made here, or has ended")
     if not same(request.headers.get(_TOKEN), served.token):

@@ -155,7 +155,6 @@ class Node:
         self._starting = 0
         self._by_key: dict[str, tuple[Order, asyncio.Task[Served]]] = {}
         self._can_pause = self._can_keep_files = False
-        self._group = asyncio.TaskGroup()
         self._running: set[asyncio.Task[None]] = set()
 
     async def __aenter__(self) -> Node:
@@ -164,7 +163,6 @@ class Node:
         self._can_pause, self._can_keep_files = capabilities.pause, capabilities.files_snapshot
         self.default_user = self.settings.default_user or ("user" if capabilities.users else "root")
         self._loop = asyncio.get_running_loop()
-        await self._group.__aenter__()
         return self
 
     async def __aexit__(
@@ -183,20 +181,15 @@ class Node:
         finally:
             for task in self._running:
                 task.cancel()
-            await self._group.__aexit__(kind, error, trace)
+            await asyncio.gather(*self._running, return_exceptions=True)
 
     def run(self, work: Coroutine[Any, Any, None], *, name: str) -> None:
         """Run something that belongs to no call; its error is logged and ends nothing else."""
-        task = self._group.create_task(_guarded(work, name), name=name)
+        task = asyncio.get_running_loop().create_task(_guarded(work, name), name=name)
         self._running.add(task)
         task.add_done_callback(self._running.discard)
 
     # -- what there is -----------------------------------------------------------------------------------------------
-
-    @property
-    def can_pause(self) -> bool:
-        """Return whether the backend can pause a sandbox on this machine."""
-        return self._can_pause
 
     def all(self) -> dict[str, Served]:
         """Return the sandboxes that live, by id."""
@@ -204,14 +197,19 @@ class Node:
             self._alive(one)
         return dict(self._served)
 
+    def get(self, sandbox_id: str) -> Served | None:
+        """Return a sandbox that lives, `None` if there is none."""
+        served = self._served.get(sandbox_id)
+        return served if served is not None and self._alive(served) else None
+
     def find(self, sandbox_id: str) -> Served:
         """Return a sandbox that lives.
 
         Raises:
             HttpProblem: 404 if there is none.
         """
-        served = self._served.get(sandbox_id)
-        if served is None or not self._alive(served):
+        served = self.get(sandbox_id)
+        if served is None:
             raise HttpProblem(404, f"sandbox {sandbox_id!r} is not here: it was never made, has ended, or is another's")
         return served
 
@@ -227,7 +225,7 @@ class Node:
         Raises:
             HttpProblem: 502, in the words that the public SDK looks for.
         """
-        served = self.all().get(sandbox_id)
+        served = self.get(sandbox_id)
         if served is None or served.standing is not Standing.RUNNING:
             raise gone(sandbox_id, "it is paused" if served is not None else "it was never made here, or has ended")
 
@@ -278,7 +276,12 @@ class Node:
         if known is None or (known[1].done() and not _lives(known[1])):
             known = order, looked_at(asyncio.ensure_future(self._create(order)))
             self._by_key[order.key] = known
-        return await asyncio.shield(known[1])
+        try:
+            return await asyncio.shield(known[1])
+        except RollmillError:
+            if self._by_key.get(order.key) == known:
+                del self._by_key[order.key]
+            raise
 
     async def _create(self, order: Order) -> Served:
         self._check(order)
@@ -541,3 +544,5 @@ async def _guarded(work: Coroutine[Any, Any, None], name: str) -> None:
         await work
     except RollmillError as error:
         _log.warning("%s: %s", name, error)
+    except Exception:
+        _log.exception("%s failed, which it never should", name)
