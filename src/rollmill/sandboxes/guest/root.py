@@ -142,6 +142,7 @@ class Inside:
     def mount_point(self, path: str, *, directory: bool) -> str:
         """Return a name for what is at a path; make it, and the directories above it, if nothing is."""
         names = path.strip("/").split("/")
+        found = self._root
         for count in range(1, len(names) + 1):
             part = "/".join(names[:count])
             try:
@@ -210,6 +211,16 @@ def build(plan: dict[str, Any], trees: Trees) -> int:
     return root.written
 
 
+def build_for_runtime(plan: dict[str, Any], trees: Trees) -> tuple[str, int]:
+    """Mount the root of a sandbox that gets devices, processes and shared memory from a kernel of its own.
+
+    The caller stays outside. Returns where the root is, and a copy of the mount of all that the sandbox will write.
+    """
+    kernel.mount("none", "/", flags=MS_REC | MS_PRIVATE)
+    root = _Root(plan, trees)
+    return root.mount(devices=False), root.written
+
+
 @functools.cache
 def host_directories() -> dict[str, str | None]:
     """Return the host's own system directories: name to link target, `None` for a real directory."""
@@ -258,7 +269,7 @@ class _Root:
     def _reach(self, path: str) -> str:
         return f"/proc/self/fd/{self._kept[path]}" if path in self._kept else path
 
-    def mount(self) -> str:
+    def mount(self, *, devices: bool = True) -> str:
         plan = self._plan
         options = f"size={plan['size_bytes']},nr_inodes={plan['inodes']},mode=755"
         kernel.mount("sandbox", _BASE, kind="tmpfs", flags=MS_NOSUID | MS_NODEV, data=options)
@@ -273,8 +284,9 @@ class _Root:
         self._write_files(inside)
         for target, path in plan["expose"]:
             self._trees.show(self._reach(path), Inside(root), target)
-        self._devices(inside)
-        _mount_proc(inside)
+        if devices:
+            self._devices(inside)
+            _mount_proc(inside)
         return root
 
     def _image_root(self, root: str) -> Inside:

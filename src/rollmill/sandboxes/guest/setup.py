@@ -25,7 +25,7 @@ GO, GO_UNMAPPED = b"go", b"go unmapped"
 OWNERS_NOT_MAPPED = "owners_not_mapped"
 
 
-class _Step:
+class Step:
     """Names the step that failed, for the one message that its owner gets; and what a step left for later."""
 
     name = "start"
@@ -42,13 +42,13 @@ def become_sandbox(plan: dict[str, Any], *, agent: socket.socket, gate: socket.s
         gate: where the zygote says when ids and groups are in place, with descriptors of the host's directories and
             of layers; later the agent hands its own layer out there.
     """
-    step = _Step()
+    step = Step()
     try:
         protections = _set_up(plan, agent=agent, gate=gate, step=step)
     except BaseException as error:  # whatever it was, the owner must hear of it: this process has nobody else
         number = error.errno if isinstance(error, OSError) else 0
         detail = {"step": step.name, "errno": number or 0, "message": f"{type(error).__name__}: {error}"}
-        _say(agent, {"op": "failed", **detail})
+        say(agent, {"op": "failed", **detail})
         os._exit(1)
     agent.setblocking(False)
     Agent(agent, all_users=plan["all_users"], limits=plan["limits"], zygote=gate, written=step.written).serve(
@@ -56,14 +56,30 @@ def become_sandbox(plan: dict[str, Any], *, agent: socket.socket, gate: socket.s
     )
 
 
-def _say(agent: socket.socket, head: dict[str, Any]) -> None:
+def say(agent: socket.socket, head: dict[str, Any]) -> None:
+    """Say something to the owner while there is no agent yet."""
     try:
         agent.sendall(encode(head))
     except OSError:
         os._exit(1)  # the owner is gone: nobody to tell
 
 
-def _set_up(plan: dict[str, Any], *, agent: socket.socket, gate: socket.socket, step: _Step) -> list[str]:
+def _set_up(plan: dict[str, Any], *, agent: socket.socket, gate: socket.socket, step: Step) -> list[str]:
+    trees = enter(plan, agent=agent, gate=gate, step=step)
+    step.name = "bring the loopback up"
+    _loopback_up()
+    step.name = "mount the root"
+    step.written = root.build(plan, root.Trees(trees))
+    # The last two are for the day when this sandbox's files become a layer of others.
+    kernel.close_all_except((0, 1, 2, agent.fileno(), gate.fileno(), step.written))
+    agent.set_inheritable(False)
+    step.name = "set limits"
+    _set_limits(plan)
+    return ["namespaces", "user_namespace", "no_network", "no_nested_namespaces", *_give_up(plan, step)]
+
+
+def enter(plan: dict[str, Any], *, agent: socket.socket, gate: socket.socket, step: Step) -> dict[str, int]:
+    """Take the place that the zygote made: its groups, its ids, its host name; return what came through the gate."""
     step.name = "wait for the zygote"
     kernel.die_with_parent()
     for number in _SETTLED_SIGNALS:
@@ -83,19 +99,10 @@ def _set_up(plan: dict[str, Any], *, agent: socket.socket, gate: socket.socket, 
     os.umask(0o022)
     step.name = "name the host"
     socket.sethostname(plan["name"])
-    step.name = "bring the loopback up"
-    _loopback_up()
-    step.name = "mount the root"
-    step.written = root.build(plan, root.Trees(trees))
-    # The last two are for the day when this sandbox's files become a layer of others.
-    kernel.close_all_except((0, 1, 2, agent.fileno(), gate.fileno(), step.written))
-    agent.set_inheritable(False)
-    step.name = "set limits"
-    _set_limits(plan)
-    return ["namespaces", "user_namespace", "no_network", "no_nested_namespaces", *_give_up(plan, step)]
+    return trees
 
 
-def _give_up(plan: dict[str, Any], step: _Step) -> list[str]:
+def _give_up(plan: dict[str, Any], step: Step) -> list[str]:
     """Give up privileges; return what now protects the host."""
     step.name = "drop capabilities"
     kernel.keep_capabilities()

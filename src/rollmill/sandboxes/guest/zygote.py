@@ -95,6 +95,8 @@ class Zygote:
                 self._on_shelf()
             elif descriptor in self._children:
                 self._bury(self._children[descriptor])
+            else:
+                self._on_other(descriptor)
         self._emptying = [groups for groups in self._emptying if not groups.destroy()]
         return True
 
@@ -121,7 +123,25 @@ class Zygote:
         elif order["op"] == "kill":
             self._parked.discard(order["id"])
             self._signal(order["id"], signal.SIGKILL)
+        else:
+            self._on_other_order(order)
         return True
+
+    # -- what other runtimes than the kernel alone need ----------------------------------------------------------------
+
+    def _on_other(self, descriptor: int) -> None:
+        """Take what a descriptor says that only they have."""
+
+    def _on_other_order(self, order: dict[str, Any]) -> None:
+        """Carry out an order that only they know."""
+
+    def _layer_of(self, child: Child) -> list[int]:
+        """Return the layer that a sandbox has handed out, as one descriptor."""
+        return _take_layer(child.gate)
+
+    def _become(self, plan: dict[str, Any], *, agent: socket.socket, gate: socket.socket) -> None:
+        """Turn a fresh clone into a sandbox."""
+        become_sandbox(plan, agent=agent, gate=gate)
 
     def _say(self, message: dict[str, Any]) -> None:
         try:
@@ -136,7 +156,7 @@ class Zygote:
         given: list[int] = []
         for child in self._children.values():
             if child.sandbox_id == order["id"]:
-                given = _take_layer(child.gate)
+                given = self._layer_of(child)
         if not given:
             message = "the sandbox ended, or its agent handed no layer out"
             self._say({"op": "kept", "n": order["n"], "errno": errno.ESRCH, "message": message})
@@ -278,7 +298,7 @@ class Zygote:
                 os.close(one)
             raise
         if pid == 0:
-            become_sandbox(plan, agent=agent, gate=theirs)
+            self._become(plan, agent=agent, gate=theirs)
             os._exit(1)
         theirs.close()
         try:
@@ -422,7 +442,7 @@ def _map_owners(tree: int, namespace: int) -> bool:
     return True
 
 
-def main() -> None:
+def main(kind: type[Zygote] = Zygote) -> None:
     """Run as the zygote of the process that the first argument names; orders come on the descriptor of the second."""
     owner_pid, control = int(sys.argv[1]), int(sys.argv[2])
     kernel.set_name("sandbox-zygote")
@@ -444,4 +464,4 @@ def main() -> None:
     # What is here now is shared by all sandboxes; the collector must not write to its pages.
     gc.disable()
     gc.freeze()
-    Zygote(socket.socket(fileno=control), owner).serve()
+    kind(socket.socket(fileno=control), owner).serve()

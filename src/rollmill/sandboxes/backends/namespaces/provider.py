@@ -34,7 +34,7 @@ from rollmill.sandboxes.backends.namespaces.checks import check_image, check_spe
 from rollmill.sandboxes.backends.namespaces.sandbox import NamespaceSandbox
 from rollmill.sandboxes.backends.namespaces.settings import NamespaceSettings
 from rollmill.sandboxes.backends.namespaces.snapshot_book import Kept
-from rollmill.sandboxes.backends.namespaces.snapshot_calls import BACKEND, SnapshotCalls
+from rollmill.sandboxes.backends.namespaces.snapshot_calls import SnapshotCalls
 from rollmill.sandboxes.backends.namespaces.snapshots import Snapshots
 from rollmill.sandboxes.backends.namespaces.zygote_link import ZygoteLink
 from rollmill.sandboxes.disk_records import DiskRecord, DiskRecords, ProcessMark, check_id, mark_of
@@ -71,6 +71,9 @@ class NamespaceProvider(SnapshotCalls):
         settings: how.
         observer: told of starts, ends and sweeps.
     """
+
+    _program = "zygote"
+    _sandbox_type: type[NamespaceSandbox] = NamespaceSandbox
 
     def __init__(self, settings: NamespaceSettings | None = None, *, observer: Observer | None = None) -> None:
         self._settings = NamespaceSettings() if settings is None else settings
@@ -264,7 +267,9 @@ class NamespaceProvider(SnapshotCalls):
         return await asyncio.shield(self._starting)
 
     async def _start_zygote(self) -> ZygoteLink:
-        link = ZygoteLink(python=self._settings.python, on_report=self._on_report, on_lost=self._on_lost)
+        link = ZygoteLink(
+            python=self._settings.python, on_report=self._on_report, on_lost=self._on_lost, program=self._program
+        )
         await link.start()
         self._zygote = link
         return link
@@ -290,7 +295,7 @@ class NamespaceProvider(SnapshotCalls):
             raise SandboxIdInUse(f"a record of sandbox {sandbox_id} exists: another process's, or one to be swept")
         record = DiskRecord(
             sandbox_id=sandbox_id,
-            backend=BACKEND,
+            backend=self.backend,
             owner=self._owner,
             helper=helper,
             groups=groups.directories,
@@ -304,7 +309,7 @@ class NamespaceProvider(SnapshotCalls):
                 f"the record of sandbox {sandbox_id} cannot be written ({error}), and nothing is started that could "
                 f"not be cleaned up. Make room in {self.records.directory}, or name another directory."
             ) from error
-        sandbox = NamespaceSandbox(
+        sandbox = self._sandbox_type(
             sandbox_id,
             spec=spec,
             labels=labels,

@@ -169,10 +169,13 @@ class NamespaceSandbox(FileCalls):
         self.ordered: DeathReason | None = None
         self.protections: tuple[str, ...] = ()
         self.complaint = ""
-        self.channel = AgentChannel(on_nonsense=self.distrust)
+        self.channel = self._new_channel()
         self.gone: asyncio.Future[Death] = self._loop.create_future()
         self._lease_timer = self._loop.call_later(lease.ttl_s, self._lease_expired)
         self._wall_timer = self._loop.call_later(spec.limits.wall_s, self.order_end, DeathReason.POLICY_WALL)
+
+    def _new_channel(self) -> AgentChannel:
+        return AgentChannel(on_nonsense=self.distrust)
 
     # -- its life ----------------------------------------------------------------------------------------------------
 
@@ -392,7 +395,7 @@ class NamespaceSandbox(FileCalls):
             self.rested = None
         self._begun_s = self._loop.time()
         self.channel.fail_all(SandboxBusy(f"sandbox {self._id} was started anew after a snapshot, meanwhile"))
-        self.channel = AgentChannel(on_nonsense=self.distrust)
+        self.channel = self._new_channel()
 
     # -- programs ----------------------------------------------------------------------------------------------------
 

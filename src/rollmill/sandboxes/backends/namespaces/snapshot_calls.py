@@ -49,6 +49,7 @@ class SnapshotCalls:
         images: what is used of the store.
     """
 
+    backend = BACKEND
     _settings: NamespaceSettings
 
     def __init__(self, snapshots: Snapshots, *, images: ImageUses) -> None:
@@ -251,7 +252,7 @@ class SnapshotCalls:
         layers = [found[one] if one in found else self._snapshots.book.layer(one) for one in chain]
         return SnapshotRef(
             snapshot_id=id,
-            backend=BACKEND,
+            backend=self.backend,
             spec=sandbox.spec,
             disk_bytes=sum(one.disk_bytes for one in layers),
             inodes=sum(one.inodes for one in layers),

@@ -26,8 +26,8 @@ for name in ("rollmill", "rollmill.sandboxes"):
     package = types.ModuleType(name)
     package.__path__ = [root + name[len("rollmill"):].replace(".", "/")]
     sys.modules[name] = package
-from rollmill.sandboxes.guest.zygote import main
-main()
+import importlib
+importlib.import_module("rollmill.sandboxes.guest." + sys.argv.pop(1)).main()
 """
 
 
@@ -38,12 +38,19 @@ class ZygoteLink:
         python: its interpreter.
         on_report: called with each thing it says.
         on_lost: called once when it has ended unasked, with what is known of the cause.
+        program: module of the guest package that it runs.
     """
 
     def __init__(
-        self, *, python: str, on_report: Callable[[dict[str, Any]], None], on_lost: Callable[[str], None]
+        self,
+        *,
+        python: str,
+        on_report: Callable[[dict[str, Any]], None],
+        on_lost: Callable[[str], None],
+        program: str = "zygote",
     ) -> None:
         self._python = python
+        self._program = program
         self._on_report = on_report
         self._on_lost = on_lost
         self._orders: deque[tuple[bytes, list[socket.socket]]] = deque()
@@ -82,7 +89,7 @@ class ZygoteLink:
     def _launch(self, control: socket.socket) -> subprocess.Popen[bytes]:
         source = str(Path(rollmill.__file__).parent)
         return subprocess.Popen(
-            [self._python, "-I", "-S", "-c", _BOOT, source, str(os.getpid()), str(control.fileno())],
+            [self._python, "-I", "-S", "-c", _BOOT, source, self._program, str(os.getpid()), str(control.fileno())],
             pass_fds=(control.fileno(),),
             env={"LANG": "C.UTF-8", "PYTHONDONTWRITEBYTECODE": "1"},
             stdin=subprocess.DEVNULL,
