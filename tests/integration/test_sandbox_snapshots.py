@@ -17,7 +17,7 @@ import msgspec
 import pytest
 
 from image_builders import add, new_store, small_root
-from rollmill.errors import ConfigError, ImageError, SandboxBusy, SandboxError, SandboxRetryable
+from rollmill.errors import ConfigError, ImageError, SandboxBusy, SandboxDead, SandboxError, SandboxRetryable
 from rollmill.sandboxes import (
     DirectoryImage,
     Lease,
@@ -258,7 +258,8 @@ def test_calls_that_run_when_their_sandbox_is_stopped_for_a_snapshot_tell_so(rig
             asyncio.ensure_future(sandbox.exec(["sh", "-c", "echo on; sleep 600"])),
             asyncio.ensure_future(session.run("echo on; sleep 600")),
         ]
-        await until(lambda: [len(one.chunks) for one in sandbox.channel._jobs.values()] == [1, 1, 1])
+        (own,) = [one for one in rig.provider.alive() if one.id == sandbox.id]
+        await until(lambda: [len(one.chunks) for one in own.channel._jobs.values()] == [1, 1, 1])
         ref = await sandbox.snapshot(id=new_id(), stop_processes=True)
         for call in calls:
             result = await call
@@ -476,6 +477,20 @@ def test_a_shelf_ends_with_the_zygote(tmp_path, rig):
             assert await provider.snapshots() == ()
 
         own.run(body)
+
+
+def test_a_sandbox_that_ended_while_its_layer_was_taken_is_not_waited_for(rig):
+    async def body(provider: Provider) -> None:
+        sandbox = await start(provider)
+        (own,) = [one for one in rig.provider.alive() if one.id == sandbox.id]
+        own.begin_snapshot()
+        await own.hand_layer_out(force=False)
+        await sandbox.kill()
+        async with asyncio.timeout(10):
+            with pytest.raises(SandboxDead, match="released"):
+                await own.end_first_process()
+
+    rig.run(body)
 
 
 def test_snapshots_have_a_bound_on_what_they_take_together(tmp_path, rig):

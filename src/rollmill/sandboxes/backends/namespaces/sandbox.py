@@ -382,6 +382,7 @@ class NamespaceSandbox(FileCalls):
 
     async def end_first_process(self) -> None:
         """End the first process, to start another in its place: nobody waits on the old one after this."""
+        self._check_alive()  # it may have been ended meanwhile, and then nobody tells that again
         self.rested = self._loop.create_future()
         self.rested.add_done_callback(lambda future: future.cancelled() or future.exception())
         self._order_kill(self._id)
