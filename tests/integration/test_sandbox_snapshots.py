@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import os
+import random
 import shutil
 import signal
 import tempfile
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -19,6 +21,7 @@ import pytest
 from image_builders import add, new_store, small_root
 from rollmill.errors import ConfigError, ImageError, SandboxBusy, SandboxDead, SandboxError, SandboxRetryable
 from rollmill.sandboxes import (
+    DeathReason,
     DirectoryImage,
     Lease,
     NamedImage,
@@ -61,6 +64,10 @@ async def shell(sandbox: Sandbox, line: str) -> str:
     result = await sandbox.exec(["sh", "-c", line])
     assert result.exit_code == 0, result.stderr.decode()
     return result.stdout.decode()
+
+
+async def restored(provider: Provider, ref: SnapshotRef) -> Sandbox:
+    return await provider.restore(ref, id=new_id(), lease=LEASE)
 
 
 async def copy_of(provider: Provider, sandbox: Sandbox) -> Sandbox:
@@ -509,6 +516,87 @@ def test_snapshots_have_a_bound_on_what_they_take_together(tmp_path, rig):
             await other.write("/workspace/b", b"x" * 2_000_000)
             await provider.delete_snapshots([ref.snapshot_id])
             await other.snapshot(id=new_id(), end=True)
+
+        own.run(body)
+
+
+class Crowd:
+    """Workers that do whatever they like with the sandboxes and snapshots of each other, by a seed."""
+
+    def __init__(self, provider: Provider, *, seed: int) -> None:
+        self._provider = provider
+        self._choose = random.Random(seed)
+        self._sandboxes: list[Sandbox] = []
+        self._refs: list[SnapshotRef] = []
+
+    async def work(self, *, steps: int) -> None:
+        for _ in range(steps):
+            step = self._choose.choice([self.make, self.write, self.snap, self.snap, self.give_up, self.restore,
+                                        self.fork, self.end, self.delete])  # fmt: skip
+            with suppress(SandboxBusy, SandboxDead, ImageError):  # by what another one did meanwhile
+                await step()
+
+    def _any(self) -> Sandbox:
+        return self._choose.choice(self._sandboxes)
+
+    async def make(self) -> None:
+        self._sandboxes.append(await start(self._provider))
+
+    async def write(self) -> None:
+        await self._any().write(f"/workspace/{self._choose.randrange(4)}", self._choose.randbytes(100))
+
+    async def snap(self) -> None:
+        self._refs.append(await self._any().snapshot(id=new_id(), stop_processes=True))
+
+    async def give_up(self) -> None:
+        taking = asyncio.ensure_future(self._any().snapshot(id=new_id(), stop_processes=True))
+        await asyncio.sleep(self._choose.random() * 0.03)
+        taking.cancel()
+        await asyncio.gather(taking, return_exceptions=True)
+
+    async def restore(self) -> None:
+        if self._refs:
+            self._sandboxes.append(await restored(self._provider, self._choose.choice(self._refs)))
+
+    async def fork(self) -> None:
+        forks = await self._any().fork([new_id(), new_id()], lease=LEASE, stop_processes=True)
+        assert await forks[0].list_dir("/workspace") == await forks[1].list_dir("/workspace")
+        self._sandboxes += forks
+
+    async def end(self) -> None:
+        if len(self._sandboxes) > 2:
+            await self._sandboxes.pop(self._choose.randrange(len(self._sandboxes))).kill()
+
+    async def delete(self) -> None:
+        if self._refs:
+            ref = self._refs.pop(self._choose.randrange(len(self._refs)))
+            await self._provider.delete_snapshots([ref.snapshot_id])
+
+
+@pytest.mark.parametrize("on_disk", [False, True])
+def test_whatever_is_done_at_once_only_what_is_held_is_left(tmp_path, rig, on_disk):
+    directory = tmp_path / "snapshots" if on_disk else None
+    with real_rig(tmp_path / "records", snapshot_directory=directory, snapshot_depth=4) as own:
+
+        async def body(provider: Provider) -> None:
+            crowd = Crowd(provider, seed=1)
+            await crowd.make()
+            async with asyncio.TaskGroup() as group:
+                for _ in range(5):
+                    group.create_task(crowd.work(steps=12))
+            ends = [one.death for one in await provider.list() if one.death is not None]
+            assert {end.reason for end in ends} <= {DeathReason.RELEASED}
+            await provider.kill([one.sandbox_id for one in await provider.list() if one.death is None])
+            await provider.delete_snapshots([one.snapshot_id for one in await provider.snapshots()])
+            assert own.provider.snapshot_totals() == (0, 0)
+            zygote = zygote_of(own)
+            for shelf in shelves_of(zygote):
+                mounts = Path(f"/proc/{shelf}/mountinfo")
+                await until(lambda mounts=mounts: "/layer-" not in mounts.read_text(encoding="utf-8"))
+            assert len(os.listdir(f"/proc/{zygote}/fd")) == 6  # standard streams, owner, orders, shelf
+            if directory is not None:
+                await until(lambda: not os.listdir(directory / "layers"))
+                assert os.listdir(directory / "snapshots") == []
 
         own.run(body)
 
