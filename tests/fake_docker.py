@@ -62,6 +62,7 @@ class FakeDocker:
         self.registry = {"debian:stable-slim", "python:3.12"}
         self.security = HARDENED
         self._numbers = itertools.count()
+        self.snapshots: dict[str, Any] = {}
 
     async def handle(self, request: Request) -> Answer:
         path = request.path.removeprefix("/v1.41")
@@ -70,6 +71,10 @@ class FakeDocker:
             return answer_json(info)
         if found := re.fullmatch(r"/images/(.+)/json", path):
             return answer_json({}) if found[1] in self.images else _error(404, f"No such image: {found[1]}")
+        if path == "/commit":
+            return await self._commit(request.query)
+        if request.method == "DELETE" and path.startswith("/images/"):
+            return await self._untag(path.removeprefix("/images/"))
         if path == "/images/create":
             return self._pull(request.query["fromImage"])
         if path == "/containers/create":
@@ -94,12 +99,31 @@ class FakeDocker:
             lines.append({"error": f"manifest for {name} not found", "errorDetail": {}})
         return Answer(200, "\r\n".join(map(json.dumps, lines)).encode())
 
+    async def _commit(self, query: dict[str, str]) -> Answer:
+        container = self.containers.get(query["container"])
+        if container is None:
+            return _error(404, f"No such container: {query['container']}")
+        name = f"{query['repo']}:{query['tag']}"
+        self.snapshots[name] = (await container.sandbox.snapshot(id=new_id()), container.body["Labels"])
+        self.images.add(name)
+        return answer_json({"Id": f"sha256:{name}"}, 201)
+
+    async def _untag(self, name: str) -> Answer:
+        if name not in self.images:
+            return _error(404, f"No such image: {name}")
+        self.images.discard(name)
+        ref, _ = self.snapshots.pop(name)
+        await self._engine.delete_snapshots([ref.snapshot_id])
+        return answer_json([{"Untagged": name}])
+
     def _create(self, request: Request) -> Answer:
         body, name = request.json(), request.query["name"]
         if any(one.name == name for one in self.containers.values()):
             return _error(409, f'Conflict. The container name "/{name}" is already in use')
         if body["Image"] not in self.images:
             return _error(404, f"No such image: {body['Image']}")
+        if body["Image"] in self.snapshots:  # an image hands its labels down
+            body["Labels"] = {**self.snapshots[body["Image"]][1], **body["Labels"]}
         container = Container(name, body)
         self.containers[container.id] = container
         return answer_json({"Id": container.id, "Warnings": []}, 201)
@@ -125,9 +149,12 @@ class FakeDocker:
         if verb == "json":
             return answer_json({"Id": container.id, "State": state, "HostConfig": container.body["HostConfig"]})
         if verb == "start":
-            container.sandbox = await self._engine.create(
-                self._spec(container), id=container.id, lease=Lease(owner="fake", ttl_s=3600.0)
-            )
+            lease = Lease(owner="fake", ttl_s=3600.0)
+            if container.body["Image"] in self.snapshots:
+                ref = self.snapshots[container.body["Image"]][0]
+                container.sandbox = await self._engine.restore(ref, id=container.id, lease=lease)
+            else:
+                container.sandbox = await self._engine.create(self._spec(container), id=container.id, lease=lease)
             container.status = "running"
             return Answer(204)
         if not state["Running"]:

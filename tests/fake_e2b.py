@@ -19,7 +19,14 @@ from urllib.parse import parse_qsl, unquote
 import msgspec
 
 from loopback_http import Answer, LoopbackServer, Request, answer_json
-from rollmill.errors import SandboxDead, SandboxError, SandboxExhausted, SandboxFileError, SandboxUnsupported
+from rollmill.errors import (
+    SandboxBusy,
+    SandboxDead,
+    SandboxError,
+    SandboxExhausted,
+    SandboxFileError,
+    SandboxUnsupported,
+)
 from rollmill.sandboxes import Lease, Provider, Sandbox, SandboxSpec
 from sandbox_builders import LIMITS, new_id
 
@@ -58,6 +65,7 @@ class FakeE2B:
         self.machines: dict[str, Machine] = {}
         self.keys: dict[str, str] = {}
         self.templates = {"base", "python"}
+        self.snapshots: dict[str, tuple[str, Any]] = {}
 
     async def handle(self, request: Request) -> Answer:
         if "e2b-sandbox-id" in request.headers:
@@ -70,6 +78,12 @@ class FakeE2B:
             return answer_json(
                 {"templateID": parts[2]} if known else {"message": "template not found"}, 200 if known else 404
             )
+        if parts == ["snapshots"]:
+            return self._page_of(
+                request, [{"snapshotID": one, "names": [name]} for one, (name, _) in self.snapshots.items()]
+            )
+        if request.method == "DELETE" and parts[0] == "templates":
+            return await self._forget(parts[1])
         if parts[0] != "sandboxes":
             return answer_json({"code": 404, "message": "no such route"}, 404)
         if len(parts) == 1:
@@ -84,12 +98,14 @@ class FakeE2B:
         key = request.headers.get("idempotency-key", "")
         if key in self.keys:
             return answer_json(self._shown(self.machines[self.keys[key]], whole=True), 201)
-        if body["templateID"] not in self.templates:
+        if body["templateID"] not in self.templates | set(self.snapshots):
             return answer_json({"code": 404, "message": f"template {body['templateID']!r} not found"}, 404)
         ref = new_id()
-        sandbox = await self._engine.create(
-            engine_spec(), id=ref, lease=Lease(owner="fake", ttl_s=float(body["timeout"]))
-        )
+        lease = Lease(owner="fake", ttl_s=float(body["timeout"]))
+        if body["templateID"] in self.snapshots:
+            sandbox = await self._engine.restore(self.snapshots[body["templateID"]][1], id=ref, lease=lease)
+        else:
+            sandbox = await self._engine.create(engine_spec(), id=ref, lease=lease)
         machine = Machine(ref, sandbox, body.get("metadata", {}), body["templateID"])
         machine.ttl_s = body["timeout"]
         self.machines[ref] = machine
@@ -125,9 +141,12 @@ class FakeE2B:
             and wanted.items() <= machine.marks.items()
             and ("paused" if machine.paused else "running") in states
         ]
+        return self._page_of(request, [self._shown(one, whole=False) for one in found])
+
+    def _page_of(self, request: Request, found: list[Any]) -> Answer:
         start = int(request.query.get("nextToken", 0))
         page = min(self._page, int(request.query.get("limit", 100)))
-        answer = answer_json([self._shown(one, whole=False) for one in found[start : start + page]])
+        answer = answer_json(found[start : start + page])
         if start + page < len(found):
             answer.headers["x-next-token"] = str(start + page)
         return answer
@@ -152,11 +171,29 @@ class FakeE2B:
             with contextlib.suppress(SandboxUnsupported):
                 await machine.sandbox.pause()
             return Answer(204)
+        if verb == "snapshots":
+            return await self._snapshot(machine, body)
         if verb in ("connect", "resume"):
             machine.paused = False
             await machine.sandbox.resume()
             return answer_json(self._shown(machine, whole=True), 201)
         return answer_json({"code": 404, "message": "no such route"}, 404)
+
+    async def _snapshot(self, machine: Machine, body: dict[str, Any]) -> Answer:
+        assert body["memory"] is False
+        try:
+            ref = await machine.sandbox.snapshot(id=new_id())
+        except SandboxBusy as error:
+            return answer_json({"code": 409, "message": str(error)}, 409)
+        self.snapshots[ref.snapshot_id] = (f"team/{body['name']}:default", ref)
+        return answer_json({"snapshotID": ref.snapshot_id, "names": [body["name"]]}, 201)
+
+    async def _forget(self, snapshot: str) -> Answer:
+        if snapshot not in self.snapshots:
+            return answer_json({"code": 404, "message": "template not found"}, 404)
+        del self.snapshots[snapshot]
+        await self._engine.delete_snapshots([snapshot])
+        return Answer(204)
 
     # -- envd --------------------------------------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ from rollmill.sandboxes import NamedImage, Provider, SandboxSpec
 from rollmill.sandboxes.backends.http import Secret
 from sandbox_builders import LIMITS, RealRig, new_id, real_rig, start, why_no_namespaces
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
 CREATES = {
     "daytona": "POST /api/sandbox",

@@ -22,7 +22,7 @@ from rollmill.sandboxes.backends.e2b import E2BProvider, E2BSettings
 from rollmill.sandboxes.backends.http import Secret
 from sandbox_builders import why_no_namespaces
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
 # Of the namespace backend alone: it looks at what a process hands down to its own children.
 del test_an_owner_that_holds_signals_back_hands_no_block_down  # noqa: F821

@@ -18,7 +18,7 @@ from typing import Any
 
 from rollmill.errors import ImageError, RollmillError, SandboxError, SandboxIdInUse
 from rollmill.sandboxes.backends.docker.guest import ContainerGuest
-from rollmill.sandboxes.backends.docker.hardening import container, is_orphan, owner_of, protections_of
+from rollmill.sandboxes.backends.docker.hardening import container, is_orphan, marks_of, owner_of, protections_of
 from rollmill.sandboxes.backends.docker.settings import DockerSettings
 from rollmill.sandboxes.backends.hosted import marks as marking
 from rollmill.sandboxes.backends.hosted.driver import Found, Gone
@@ -40,6 +40,7 @@ from rollmill.sandboxes.records import (
 )
 
 _API = "/v1.41"
+_SNAPSHOTS = "rollmill-snapshots"
 _LOOK_S = 0.05
 _STATES = {
     "running": SandboxState.READY,
@@ -80,7 +81,11 @@ class DockerDriver:
             limits += ("disk_bytes", "inodes")
         elif self._settings.storage_size:
             limits += ("disk_bytes",)
-        return Capabilities(pause=True, labels=True, users=True, idempotent_create=True, limits=limits)
+        # What is in memory is no part of the image that a snapshot is.
+        keeps = not self._settings.read_only_root
+        return Capabilities(
+            pause=True, labels=True, users=True, idempotent_create=True, files_snapshot=keeps, fork=keeps, limits=limits
+        )
 
     async def _call(self, method: str, path: str, *, what: str, **arguments: Any) -> Any:
         reply = await self._http.call(method, _API + path, what=what, **arguments)
@@ -192,7 +197,7 @@ class DockerDriver:
         return [
             Found(
                 ref=str(one["Id"]),
-                marks={name: value for name, value in (one.get("Labels") or {}).items()},
+                marks=marks_of(one.get("Labels") or {}),
                 state=_STATES.get(str(one.get("State")), SandboxState.DEAD),
             )
             for one in shown or []
@@ -253,6 +258,30 @@ class DockerDriver:
             if error.status == 404:
                 raise Gone(f"the container is gone: {error.words}") from error
             if error.status != 409 and f"already {verb}d" not in error.words.lower():
+                raise
+
+    async def keep(self, found: Found, *, name: str) -> str:
+        """Make an image of its files."""
+        parameters = {"container": found.ref, "repo": _SNAPSHOTS, "tag": name, "pause": "1"}
+        try:
+            await self._call("POST", "/commit", what="an image of a container", parameters=parameters, body={})
+        except Refused as error:
+            if error.status == 404:
+                raise Gone(f"the container is gone: {error.words}") from error
+            raise
+        return f"{_SNAPSHOTS}:{name}"
+
+    async def kept(self, name: str) -> str | None:
+        """Return the image's name if it is there."""
+        image = f"{_SNAPSHOTS}:{name}"
+        return image if await self._has(image) else None
+
+    async def forget(self, image: str) -> None:
+        """Remove the image's name; its layers stay as long as a container is made of them."""
+        try:
+            await self._call("DELETE", f"/images/{image}", what="the end of a snapshot", parameters={"force": "1"})
+        except Refused as error:
+            if error.status != 404:
                 raise
 
     async def orphans(self) -> list[Found]:

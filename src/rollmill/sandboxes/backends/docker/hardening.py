@@ -18,6 +18,9 @@ from rollmill.sandboxes.records import SandboxSpec
 PROCESS = "rollmill-process"
 """Label: which process owns the container."""
 
+NAMES = "rollmill-names"
+"""Label: the names of those that its creator asked for. Others come from the image, as one of a snapshot has some."""
+
 _OWN_PROCESSES = 4
 """The init, its sleep, and what kills and looks inside."""
 
@@ -65,7 +68,7 @@ def container(
         # It ends by itself after its wall limit, also if nobody is left who would end it.
         "Entrypoint": ["/bin/sh", "-c", _WAIT, "sh"],
         "Cmd": [str(math.ceil(limits.wall_s + _WALL_GRACE_S))],
-        "Labels": {**marks, PROCESS: msgspec.json.encode(owner).decode()},
+        "Labels": {**marks, PROCESS: msgspec.json.encode(owner).decode(), NAMES: json.dumps(sorted(marks))},
         "User": "0",
         "WorkingDir": "/",
         "Hostname": "sandbox",
@@ -119,6 +122,20 @@ def protections_of(shown: Mapping[str, Any], info: Mapping[str, Any]) -> frozens
 def _podman_dropped_all(shown: Mapping[str, Any]) -> bool:
     """Return whether nothing is left: Podman lists what was dropped one by one, and what is left beside it."""
     return "EffectiveCaps" in shown and not shown["EffectiveCaps"]
+
+
+def marks_of(labels: Mapping[str, str]) -> dict[str, str]:
+    """Return the labels that were asked for when a container was made, and its owner's.
+
+    Example:
+        >>> marks_of({NAMES: '["a"]', "a": "1", "of": "the image"})
+        {'a': '1'}
+    """
+    try:
+        names = {*json.loads(labels.get(NAMES, "[]")), PROCESS}
+    except (ValueError, TypeError):
+        names = {PROCESS}
+    return {name: value for name, value in labels.items() if name in names}
 
 
 def is_orphan(labels: Mapping[str, str], *, now_wall_s: float, boot_id: str, alive: Mapping[ProcessMark, bool]) -> bool:

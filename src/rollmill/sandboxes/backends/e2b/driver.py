@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 from urllib.parse import quote, urlencode
 
-from rollmill.errors import ImageError, SandboxError
+from rollmill.errors import ImageError, SandboxBusy, SandboxError
 from rollmill.sandboxes.backends.e2b.envd import Envd
 from rollmill.sandboxes.backends.e2b.settings import TOKEN_VARIABLE, E2BSettings
 from rollmill.sandboxes.backends.hosted import marks as marking
@@ -71,6 +71,8 @@ class E2BDriver:
             labels=True,
             idempotent_create=self._settings.api_version == 2,
             users=True,
+            files_snapshot=True,
+            fork=True,
             terminals=True,
             max_lifetime_s=self._settings.max_lifetime_s,
             limits=("cpu_s", "wall_s", "exec_s", "output_bytes", "open_files"),
@@ -244,6 +246,45 @@ class E2BDriver:
                 raise Gone(f"E2B does not know sandbox {found.ref} any more: {error.words}") from error
             raise
         return reply.json()
+
+    # -- snapshots ---------------------------------------------------------------------------------------------------
+
+    async def keep(self, found: Found, *, name: str) -> str:
+        """Make a snapshot of its files, which is a template for others."""
+        path = f"/sandboxes/{found.ref}/snapshots"
+        try:
+            shown = await self._of(found, path, what="a snapshot", body={"name": name, "memory": False})
+        except Refused as error:
+            if error.status == 409:
+                raise SandboxBusy(f"the service takes no snapshot now: {error.words}") from error
+            raise
+        envd = self._envd(found.ref, found.access or self._found(await self._show(found)).access)
+        while not await envd.healthy():
+            await self._show(found)
+            await asyncio.sleep(_LOOK_S)
+        return str(shown["snapshotID"])
+
+    async def kept(self, name: str) -> str | None:
+        """Look for a snapshot by its name; services put an account before it, and a tag behind."""
+        parameters: dict[str, Any] = {"limit": _PAGE}
+        for _ in range(_MOST_PAGES):
+            reply = await self._api.call("GET", "/snapshots", what="the list of snapshots", parameters=parameters)
+            for one in reply.json() or []:
+                if name in (str(full).rpartition("/")[2].partition(":")[0] for full in one.get("names") or []):
+                    return str(one["snapshotID"])
+            token = reply.headers.get("x-next-token", "")
+            if not token:
+                return None
+            parameters["nextToken"] = token
+        raise SandboxError(f"E2B's list of snapshots does not end: {_MOST_PAGES} pages")
+
+    async def forget(self, image: str) -> None:
+        """Delete a snapshot."""
+        try:
+            await self._api.call("DELETE", f"/templates/{quote(image, safe='')}", what=f"the end of snapshot {image}")
+        except Refused as error:
+            if error.status != 404:
+                raise
 
     async def close(self) -> None:
         """Let go of all connections."""

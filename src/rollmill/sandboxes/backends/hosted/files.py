@@ -31,7 +31,7 @@ _PIECE_BYTES = 256 * 1024
 class HostedFileCalls:
     """The calls; who has them says what is inside and how long an answer may take."""
 
-    def _inside(self) -> Guest:
+    async def _ready(self) -> Guest:
         raise NotImplementedError
 
     async def _bounded(self, answer: Awaitable[T], what: str) -> T:
@@ -40,7 +40,7 @@ class HostedFileCalls:
     async def read(self, path: str, *, max_bytes: int = DEFAULT_READ_BYTES) -> bytes:
         """Return a file's content."""
         check_path(path)
-        data = await self._bounded(self._inside().read(path, max_bytes=max_bytes), "a file to be read")
+        data = await self._bounded((await self._ready()).read(path, max_bytes=max_bytes), "a file to be read")
         if len(data) > max_bytes:
             raise SandboxFileError(
                 f"{path} holds more than {max_bytes} bytes; raise max_bytes, or take it in pieces with read_stream"
@@ -50,7 +50,7 @@ class HostedFileCalls:
     async def write(self, path: str, data: bytes, *, mode: int = 0o644, user: str | None = None) -> None:
         """Write a file, and make the directories above it."""
         check_path(path)
-        await self._bounded(self._inside().write(path, data, mode=mode, user=user or ""), "a file to be written")
+        await self._bounded((await self._ready()).write(path, data, mode=mode, user=user or ""), "a file to be written")
 
     async def read_stream(self, path: str, *, offset: int = 0) -> AsyncIterator[bytes]:
         """Yield a file's content in pieces, from an offset to its end."""
@@ -76,7 +76,7 @@ class HostedFileCalls:
     async def list_dir(self, path: str) -> tuple[FileInfo, ...]:
         """Return a directory's entries by name."""
         check_path(path)
-        found = await self._bounded(self._inside().list_dir(path), "a directory to be listed")
+        found = await self._bounded((await self._ready()).list_dir(path), "a directory to be listed")
         if len(found) > MOST_ENTRIES:
             raise SandboxExhausted(f"{path} has more than {MOST_ENTRIES} entries; list it inside, in parts")
         return found
@@ -100,11 +100,11 @@ class HostedFileCalls:
 
     async def usage(self) -> Usage:
         """Return what it uses now."""
-        return await self._bounded(self._inside().usage(), "its usage")
+        return await self._bounded((await self._ready()).usage(), "its usage")
 
     async def _script(self, script: str, path: str, *arguments: str, stdin: bytes = b"") -> Ran:
         check_path(path)
-        run = self._inside().run_script(script, path, *arguments, stdin=stdin)
+        run = (await self._ready()).run_script(script, path, *arguments, stdin=stdin)
         ran = await self._bounded(run, f"a call on {path}")
         if ran.code not in (0, EXISTS):
             raise file_error(path, ran)

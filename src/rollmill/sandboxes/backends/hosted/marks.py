@@ -44,12 +44,15 @@ class Stamp(Record, frozen=True, kw_only=True):
     ends_wall_s: float
 
 
-def digest_of(spec: SandboxSpec) -> str:
-    """Return a short digest of a spec: equal specs have equal ones."""
-    return hashlib.sha256(msgspec.json.encode(spec, order="deterministic")).hexdigest()[:_DIGEST_LETTERS]
+def digest_of(spec: SandboxSpec, *, source: str = "") -> str:
+    """Return a short digest of a spec, and of the snapshot that a sandbox was made of: equal ones have equal ones."""
+    whole = msgspec.json.encode(spec, order="deterministic") + source.encode()
+    return hashlib.sha256(whole).hexdigest()[:_DIGEST_LETTERS]
 
 
-def encode(spec: SandboxSpec, *, id: str, labels: Mapping[str, str], lease: Lease, now_wall_s: float) -> dict[str, str]:
+def encode(
+    spec: SandboxSpec, *, id: str, labels: Mapping[str, str], lease: Lease, now_wall_s: float, source: str = ""
+) -> dict[str, str]:
     """Return the marks of a sandbox.
 
     Raises:
@@ -71,7 +74,7 @@ def encode(spec: SandboxSpec, *, id: str, labels: Mapping[str, str], lease: Leas
         **labels,
         ID: id,
         OWNER: lease.owner,
-        SPEC: digest_of(spec),
+        SPEC: digest_of(spec, source=source),
         RECORD: json.dumps(record, separators=(",", ":")),
     }
 

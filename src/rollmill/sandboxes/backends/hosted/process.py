@@ -141,9 +141,15 @@ class HostedProcess:
         """End it with an error: its sandbox ended, or nobody can say how it went on."""
         if not self.ended.done():
             self.ended.set_exception(error)
-        if self._pump is not asyncio.current_task():  # which still has its connection to close
+        if self._pump is not asyncio.current_task():
             self._pump.cancel()
+            self._spawn(self._close_after(self._pump))
         self._stop()
+
+    async def _close_after(self, pump: asyncio.Task[None]) -> None:
+        """Close the connection, also of a pump that was cancelled before it ran at all."""
+        await asyncio.gather(pump, return_exceptions=True)
+        await self._let_go()
 
     async def _send_kill(self) -> None:
         try:

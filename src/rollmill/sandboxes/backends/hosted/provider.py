@@ -26,12 +26,12 @@ from rollmill.errors import (
     SandboxError,
     SandboxIdInUse,
     SandboxRetryable,
-    SandboxUnsupported,
 )
 from rollmill.sandboxes.backends.hosted import marks
 from rollmill.sandboxes.backends.hosted.driver import Driver, Found, Gone
 from rollmill.sandboxes.backends.hosted.sandbox import TTL_GRACE_S, HostedSandbox
 from rollmill.sandboxes.backends.hosted.settings import HostedSettings
+from rollmill.sandboxes.backends.hosted.snapshots import HostedSnapshots
 from rollmill.sandboxes.backends.http import CutOff, Refused, Unreachable, as_retryable
 from rollmill.sandboxes.disk_records import check_id
 from rollmill.sandboxes.isolation import WORDS, IsolationLevel, Protection, level_of, missing_for
@@ -53,6 +53,9 @@ D = TypeVar("D", bound=Driver)
 _REMEMBERED_ENDS = 10_000
 _KILLS_AT_ONCE = 16
 _RETRY_AFTER_S = 1.0
+_LAST_WORK_S = 1.0
+"""For connections that are being closed when the provider is."""
+
 _STOPPED = death(DeathReason.EXITED, detail="it has stopped, and its vendor keeps what is left of it")
 _log = logging.getLogger(__name__)
 
@@ -73,6 +76,7 @@ class HostedProvider(Generic[D]):
         self._ends: OrderedDict[str, SandboxStatus] = OrderedDict()
         self._undone: set[asyncio.Task[None]] = set()
         self._held: set[asyncio.Task[Any]] = set()
+        self._snapshots = HostedSnapshots(driver, settings, begin=self._begin, taken=self._is_taken)
         self._closed = False
 
     async def __aenter__(self) -> Self:
@@ -115,27 +119,48 @@ class HostedProvider(Generic[D]):
 
         Cancellation: what may have been made is looked for and ended in the background.
         """
+        return await self._begin(spec, id=id, labels=labels, lease=lease)
+
+    async def _begin(
+        self,
+        spec: SandboxSpec,
+        *,
+        id: str,
+        labels: Mapping[str, str] | None,
+        lease: Lease,
+        image: Image | None = None,
+        source: str = "",
+    ) -> HostedSandbox:
+        """Start a sandbox of a spec; of another image in the name of a snapshot, if it is made of one."""
         check_id(id)
         if self._closed:
             raise SandboxError("this provider is closed; open another one")
-        if (known := await self._known(id, spec)) is not None:
+        if (known := await self._known(id, spec, source)) is not None:
             return known
-        self._check_image(spec.image)
+        if image is None:
+            self._check_image(spec.image)
         if spec.expose:
             raise ConfigError(
                 f"{self.driver.product} cannot show {list(spec.expose)} of this machine; write the files instead"
             )
         if self.driver.protections is not None:
             self._require(level_of(self.driver.protections), self.driver.protections)
-        stamp = marks.encode(spec, id=id, labels=labels or {}, lease=lease, now_wall_s=time.time())
+        now = time.time()
+        stamp = marks.encode(spec, id=id, labels=labels or {}, lease=lease, now_wall_s=now, source=source)
+        return await self._once(
+            id, self._create(spec, id=id, labels=labels or {}, lease=lease, stamp=stamp, image=image)
+        )
+
+    async def _once(self, id: str, work: Coroutine[Any, Any, HostedSandbox]) -> HostedSandbox:
+        """Do it while whoever asks for the same id waits for the outcome."""
         outcome: asyncio.Future[HostedSandbox] = asyncio.get_running_loop().create_future()
         outcome.add_done_callback(lambda future: None if future.cancelled() else future.exception())
         self._starting[id] = outcome
         try:
-            sandbox = await self._create(spec, id=id, labels=labels or {}, lease=lease, stamp=stamp)
+            sandbox = await work
         except BaseException as error:
             outcome.set_exception(
-                error if isinstance(error, RollmillError) else SandboxError(f"the creation of {id} was given up")
+                error if isinstance(error, RollmillError) else SandboxError(f"the start of {id} was given up")
             )
             raise
         finally:
@@ -143,27 +168,38 @@ class HostedProvider(Generic[D]):
         outcome.set_result(sandbox)
         return sandbox
 
-    async def _known(self, id: str, spec: SandboxSpec) -> HostedSandbox | None:
+    def _is_taken(self, id: str) -> bool:
+        return id in self._alive or id in self._starting or id in self._ends
+
+    async def _known(self, id: str, spec: SandboxSpec, source: str) -> HostedSandbox | None:
         sandbox = self._alive.get(id)
         if sandbox is None and id in self._starting:
             sandbox = await asyncio.shield(self._starting[id])
         if sandbox is not None and sandbox.death is None:
-            if sandbox.digest != marks.digest_of(spec):
-                raise SandboxIdInUse(f"sandbox {id} lives and has another spec")
+            if sandbox.digest != marks.digest_of(spec, source=source):
+                raise SandboxIdInUse(f"sandbox {id} lives and has another spec, or was made of another snapshot")
             return sandbox
         if sandbox is not None or id in self._ends:
             raise SandboxIdInUse(f"sandbox {id} has ended; an id names one sandbox for good")
         return None
 
     async def _create(
-        self, spec: SandboxSpec, *, id: str, labels: Mapping[str, str], lease: Lease, stamp: Mapping[str, str]
+        self,
+        spec: SandboxSpec,
+        *,
+        id: str,
+        labels: Mapping[str, str],
+        lease: Lease,
+        stamp: Mapping[str, str],
+        image: Image | None,
     ) -> HostedSandbox:
         life_s = min(lease.ttl_s, spec.limits.wall_s) if self.driver.capabilities.extend_ttl else spec.limits.wall_s
         loop = asyncio.get_running_loop()
         deadline_s = loop.time() + self._settings.start_s
         try:
             async with asyncio.timeout_at(deadline_s):
-                found = await self.driver.create(spec, id=id, marks=stamp, ttl_s=life_s + TTL_GRACE_S)
+                made_of = spec if image is None else msgspec.structs.replace(spec, image=image)
+                found = await self.driver.create(made_of, id=id, marks=stamp, ttl_s=life_s + TTL_GRACE_S)
         except Unreachable as error:
             raise SandboxRetryable(str(error), after_s=_RETRY_AFTER_S) from error
         except (CutOff, TimeoutError) as error:
@@ -177,7 +213,8 @@ class HostedProvider(Generic[D]):
         except asyncio.CancelledError:
             self._later(self._end_by_mark(id))
             raise
-        sandbox = self._admit(found, id=id, spec=spec, labels=labels, lease=lease, wall_left_s=spec.limits.wall_s)
+        wall_s, digest = spec.limits.wall_s, stamp[marks.SPEC]
+        sandbox = self._admit(found, id=id, spec=spec, labels=labels, lease=lease, wall_left_s=wall_s, digest=digest)
         try:
             async with asyncio.timeout_at(deadline_s):
                 await self._enter(sandbox, found)
@@ -224,6 +261,7 @@ class HostedProvider(Generic[D]):
         labels: Mapping[str, str],
         lease: Lease,
         wall_left_s: float,
+        digest: str,
     ) -> HostedSandbox:
         sandbox = HostedSandbox(
             id,
@@ -235,9 +273,10 @@ class HostedProvider(Generic[D]):
             wall_left_s=max(0.0, wall_left_s),
             on_end=self._on_end,
             held=self._held,
+            snapshots=self._snapshots,
         )
         sandbox.found = found
-        sandbox.digest = marks.digest_of(spec)
+        sandbox.digest = digest
         sandbox.protections = self.driver.protections or frozenset()
         self._alive[id] = sandbox
         return sandbox
@@ -268,6 +307,9 @@ class HostedProvider(Generic[D]):
         end = self._ends[id].death if sandbox is None and id in self._ends else sandbox and sandbox.death
         if end is not None:
             raise dead_error(id, end)
+        return await self._once(id, self._look_up(id))
+
+    async def _look_up(self, id: str) -> HostedSandbox:
         for found in await self._find({marks.ID: id}):
             stamp = marks.decode(found.marks)
             if stamp is not None and found.state is not SandboxState.DEAD:
@@ -282,9 +324,14 @@ class HostedProvider(Generic[D]):
         spec = SandboxSpec(limits=stamp.limits)
         left_s = min(stamp.ends_wall_s - time.time(), stamp.limits.wall_s)
         sandbox = self._admit(
-            found, id=stamp.sandbox_id, spec=spec, labels=stamp.labels, lease=stamp.lease, wall_left_s=left_s
+            found,
+            id=stamp.sandbox_id,
+            spec=spec,
+            labels=stamp.labels,
+            lease=stamp.lease,
+            wall_left_s=left_s,
+            digest=stamp.digest,
         )
-        sandbox.digest = stamp.digest
         try:
             async with asyncio.timeout(self._settings.start_s):
                 await self._enter(sandbox, found)
@@ -312,21 +359,21 @@ class HostedProvider(Generic[D]):
             raise as_retryable(error, product=self.driver.product, what="a list") from error
         return [one for one in found if marks.carries(one.marks, wanted)]
 
+    # -- snapshots ---------------------------------------------------------------------------------------------------
+
     async def restore(
         self, ref: SnapshotRef, *, id: str, labels: Mapping[str, str] | None = None, lease: Lease
     ) -> HostedSandbox:
-        """Refuse: nothing here keeps snapshots."""
-        raise SandboxUnsupported(
-            f"snapshots of {self.driver.product} are not used here, so {ref.snapshot_id} is none of its",
-            capability="files_snapshot",
-        )
+        """Start a sandbox with the files of a snapshot, and wait until it answers."""
+        return await self._snapshots.restore(ref, id=id, labels=labels, lease=lease)
 
     async def snapshots(self) -> tuple[SnapshotRef, ...]:
-        """Return that there are none."""
-        return ()
+        """Return those that this provider took, the oldest first."""
+        return self._snapshots.refs()
 
     async def delete_snapshots(self, ids: Sequence[str]) -> None:
-        """Do nothing: there are none, and one that is not known counts as deleted."""
+        """Let go of these; one that is not known counts as deleted."""
+        await self._snapshots.delete(ids)
 
     # -- lists and ends ----------------------------------------------------------------------------------------------
 
@@ -436,6 +483,8 @@ class HostedProvider(Generic[D]):
             for sandbox in list(self._alive.values()):
                 await sandbox.let_go()
             self._alive.clear()
+            if self._held:
+                await asyncio.wait(self._held, timeout=_LAST_WORK_S)
             for task in list(self._held):
                 task.cancel()
             await asyncio.gather(*self._held, return_exceptions=True)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
 from rollmill.errors import (
     DeadlineExceeded,
     RollmillError,
+    SandboxBusy,
     SandboxDead,
     SandboxError,
     SandboxFileError,
@@ -19,6 +21,7 @@ from rollmill.sandboxes.backends.hosted.driver import Command, Driver, Found, Go
 from rollmill.sandboxes.backends.hosted.files import HostedFileCalls
 from rollmill.sandboxes.backends.hosted.process import HostedProcess
 from rollmill.sandboxes.backends.hosted.settings import HostedSettings
+from rollmill.sandboxes.backends.hosted.snapshots import HostedSnapshots, check_still
 from rollmill.sandboxes.backends.http import CutOff, Refused, Unreachable, as_retryable
 from rollmill.sandboxes.isolation import IsolationLevel, Protection, level_of
 from rollmill.sandboxes.lifecycle import dead_error, death
@@ -56,6 +59,7 @@ class HostedSandbox(HostedFileCalls):
         lease: the first one.
         wall_left_s: until its wall limit.
         on_end: called once with it when nothing of it is left.
+        snapshots: of its provider.
         held: keeps its tasks: the loop itself holds none, and a sandbox that has ended is held by nobody.
     """
 
@@ -71,6 +75,7 @@ class HostedSandbox(HostedFileCalls):
         wall_left_s: float,
         on_end: Callable[[HostedSandbox], None],
         held: set[asyncio.Task[Any]],
+        snapshots: HostedSnapshots,
     ) -> None:
         self._id = sandbox_id
         self._driver = driver
@@ -81,11 +86,14 @@ class HostedSandbox(HostedFileCalls):
         self._lease = lease
         self._on_end = on_end
         self._held = held
+        self._snapshots = snapshots
+        self._settled: asyncio.Future[None] | None = None
         self._loop = asyncio.get_running_loop()
         self._created_s = self._loop.time()
         self._ends_s = self._created_s + wall_left_s
         self._state = SandboxState.STARTING
         self._death: Death | None = None
+        self.decided: asyncio.Future[Death] = self._loop.create_future()
         self.found: Found | None = None
         self._guest: Guest | None = None
         self.protections: frozenset[Protection] = frozenset()
@@ -161,6 +169,7 @@ class HostedSandbox(HostedFileCalls):
         if self._death is not None:
             return
         self._death = end
+        self.decided.set_result(end)
         self._lease_timer.cancel()
         self._wall_timer.cancel()
         for process in list(self._processes):
@@ -221,7 +230,7 @@ class HostedSandbox(HostedFileCalls):
         found = self.found
         if found is not None and self._driver.capabilities.extend_ttl:
             left_s = min(lease.ttl_s, self._ends_s - self._loop.time())
-            await self._ask(self._driver.set_ttl(found, max(1.0, left_s) + TTL_GRACE_S))
+            await self.ask(self._driver.set_ttl(found, max(1.0, left_s) + TTL_GRACE_S))
         self._lease = lease
         self._lease_timer.cancel()
         self._lease_timer = self._loop.call_later(lease.ttl_s, self.order_end, DeathReason.LEASE_EXPIRED)
@@ -234,7 +243,7 @@ class HostedSandbox(HostedFileCalls):
         if self._state is SandboxState.READY and self.found is not None:
             self._state = SandboxState.PAUSING
             try:
-                await self._ask(self._driver.pause(self.found))
+                await self.ask(self._driver.pause(self.found))
             except RollmillError:
                 self._state = SandboxState.READY if self._death is None else self._state
                 raise
@@ -245,13 +254,20 @@ class HostedSandbox(HostedFileCalls):
         self._check_alive()
         if self._state is SandboxState.PAUSED and self.found is not None:
             left_s = min(self._lease_timer.when(), self._ends_s) - self._loop.time()
-            guest = await self._ask(self._driver.resume(self.found, ttl_s=max(1.0, left_s) + TTL_GRACE_S))
+            guest = await self.ask(self._driver.resume(self.found, ttl_s=max(1.0, left_s) + TTL_GRACE_S))
             self._guest = self._guest if guest is None else guest
             self._state = SandboxState.READY if self._death is None else self._state
 
     def _check_alive(self) -> None:
         if self._death is not None:
             raise dead_error(self._id, self._death)
+
+    async def _ready(self) -> Guest:
+        """Return its inside, once no snapshot is being taken."""
+        self._check_alive()
+        if self._settled is not None:
+            await asyncio.wait([self._settled], timeout=self._settings.start_s)
+        return self._inside()
 
     def _inside(self) -> Guest:
         self._check_alive()
@@ -261,7 +277,7 @@ class HostedSandbox(HostedFileCalls):
             raise SandboxError(f"sandbox {self._id} has not started yet")
         return self._guest
 
-    async def _ask(self, answer: Awaitable[T]) -> T:
+    async def ask(self, answer: Awaitable[T]) -> T:
         """Wait for the vendor; an error after the sandbox's end is that end."""
         try:
             return await answer
@@ -343,12 +359,9 @@ class HostedSandbox(HostedFileCalls):
         )
 
     async def snapshot(self, *, id: str, stop_processes: bool = False, end: bool = False) -> SnapshotRef:
-        """Refuse: nothing here keeps snapshots."""
+        """Keep its files as they are now."""
         self._check_alive()
-        raise SandboxUnsupported(
-            f"snapshots of {self._driver.product} are not used here; keep files by reading them",
-            capability="files_snapshot",
-        )
+        return await self._snapshots.take(self, id=id, stop_processes=stop_processes, end=end)
 
     async def fork(
         self,
@@ -358,9 +371,34 @@ class HostedSandbox(HostedFileCalls):
         labels: Mapping[str, str] | None = None,
         stop_processes: bool = False,
     ) -> tuple[HostedSandbox, ...]:
-        """Refuse, as `snapshot` does."""
+        """Make sandboxes with its files: all of them, or none and an error."""
         self._check_alive()
-        raise SandboxUnsupported(f"forks of {self._driver.product} are not used here", capability="fork")
+        return await self._snapshots.fork(self, ids, lease=lease, labels=labels, stop_processes=stop_processes)
+
+    @contextlib.asynccontextmanager
+    async def still(self, *, stop_processes: bool) -> AsyncIterator[Found]:
+        """Keep calls waiting while its files are kept; raises `SandboxBusy` if something runs that must not end."""
+        self._check_alive()
+        check_still(state=self._state, sandbox_id=self._id)
+        running = list(self._processes)
+        if self._settled is not None or self._calls or (running and not stop_processes):
+            number = len(running) + self._calls
+            what = f"{number} process{'' if number == 1 else 'es'} run in it" if number else "another snapshot is taken"
+            raise SandboxBusy(f"sandbox {self._id} is not still: {what}; wait, or let them be stopped")
+        settled = self._settled = self._loop.create_future()
+        self._state = SandboxState.SNAPSHOTTING
+        try:
+            for process in running:
+                process.kill("owner")
+            await asyncio.gather(*(process.wait() for process in running), return_exceptions=True)
+            if self.found is None:
+                raise SandboxError(f"sandbox {self._id} has not started yet")
+            yield self.found
+        finally:
+            if self._state is SandboxState.SNAPSHOTTING:
+                self._state = SandboxState.READY
+            self._settled = None
+            settled.set_result(None)
 
     async def _start(
         self,
@@ -375,7 +413,7 @@ class HostedSandbox(HostedFileCalls):
         pty: tuple[int, int] | None = None,
     ) -> HostedProcess:
         check_call(argv, env=env, timeout_s=timeout_s, output_cap_bytes=cap)
-        guest = self._inside()
+        guest = await self._ready()
         limits = self.spec.limits
         command = Command(
             argv=tuple(argv),
@@ -404,7 +442,7 @@ class HostedSandbox(HostedFileCalls):
     async def _begin(self, guest: Guest, command: Command, cap: int) -> HostedProcess:
         try:
             async with asyncio.timeout(self._settings.call_s):
-                running = await self._ask(guest.start(command))
+                running = await self.ask(guest.start(command))
         except TimeoutError as error:
             raise DeadlineExceeded(
                 f"{self._driver.product} did not start {command.argv[0]} in sandbox {self._id} within "
@@ -445,7 +483,7 @@ class HostedSandbox(HostedFileCalls):
     async def _bounded(self, answer: Awaitable[T], what: str) -> T:
         try:
             async with asyncio.timeout(self._settings.call_s):
-                return await self._ask(answer)
+                return await self.ask(answer)
         except TimeoutError as error:
             raise DeadlineExceeded(
                 f"{self._driver.product} did not answer within {self._settings.call_s:g} s in sandbox {self._id}: "
