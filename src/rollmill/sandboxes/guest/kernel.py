@@ -39,7 +39,7 @@ _AT_FDCWD = -100
 _AT_EMPTY_PATH = 0x1000
 _AT_RECURSIVE = 0x8000
 _OPEN_TREE_CLONE = 1
-_MOVE_MOUNT_F_EMPTY_PATH = 4
+_MOVE_MOUNT_F_EMPTY_PATH, _MOVE_MOUNT_T_SYMLINKS = 4, 16
 _RESOLVE_NO_MAGICLINKS, _RESOLVE_IN_ROOT = 2, 16
 _OPEN_TRIES = 8
 
@@ -166,8 +166,9 @@ def open_in_root(root: int, path: str, *, flags: int = os.O_PATH) -> int:
 
 
 def move_mount(descriptor: int, target: str) -> None:
-    """Attach a detached mount."""
-    syscall("move_mount", descriptor, b"", _AT_FDCWD, os.fsencode(target), _MOVE_MOUNT_F_EMPTY_PATH)
+    """Attach a detached mount; the target may be a name below `/proc/self/fd`."""
+    flags = _MOVE_MOUNT_F_EMPTY_PATH | _MOVE_MOUNT_T_SYMLINKS
+    syscall("move_mount", descriptor, b"", _AT_FDCWD, os.fsencode(target), flags)
 
 
 def restrict_mount(target: str, *, attributes: int, recursive: bool = True) -> None:
