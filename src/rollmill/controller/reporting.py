@@ -19,7 +19,7 @@ from rollmill.controller.evaluation import EvaluationResult
 from rollmill.errors import DataError
 from rollmill.scheduling.core import Scheduler
 from rollmill.telemetry.bound import bound_sentence
-from rollmill.telemetry.files import JsonLines, append_jsonl, write_json_atomic
+from rollmill.telemetry.files import JsonLines, append_jsonl, read_jsonl, write_json_atomic
 from rollmill.telemetry.interval import proportion
 from rollmill.telemetry.run_directory import RunDirectory
 from rollmill.types import FilterVerdict, Group, Rollout, raw_reward_of
@@ -109,6 +109,8 @@ class RunReporter:
         self._clock = clock
         self._decode = decode
         self._events: JsonLines = append_jsonl(directory.events)
+        # A step may be heard once more after a resume: its line came before its event was in the journal.
+        self._written = {_key(line) for line in read_jsonl(directory.metrics)} if directory.metrics.exists() else set()
         self._metrics: JsonLines = append_jsonl(directory.metrics)
         self._rollouts: JsonLines = append_jsonl(directory.rollouts)
         self._started_s = clock.now_s()
@@ -139,7 +141,11 @@ class RunReporter:
             self._rollouts.append(line)
 
     def step(self, row: int, record: StepRecord) -> None:
-        """Write the metrics of an optimizer step."""
+        """Write the metrics of an optimizer step, unless its line is there."""
+        for cause, seconds in record.seconds.items():
+            self._trainer_seconds[cause] = self._trainer_seconds.get(cause, 0.0) + seconds
+        if (record.batch_id, round(record.finished_at_s, 3)) in self._written:
+            return
         trained = [self._statistics(group_id) for group_id in record.group_ids]
         closed, self._closed_since_step = self._closed_since_step, []
         wait_s = record.seconds.get("wait_data", 0.0)
@@ -164,8 +170,6 @@ class RunReporter:
         self._metrics.append(line)
         self._last_step = line
         self._recent_step_s.append(sum(record.seconds.values()))
-        for cause, seconds in record.seconds.items():
-            self._trainer_seconds[cause] = self._trainer_seconds.get(cause, 0.0) + seconds
         self._message = ""
 
     def replica_seconds(self, seconds: Mapping[str, float]) -> None:
@@ -230,6 +234,11 @@ class RunReporter:
         if group_id not in self._groups:
             self._groups[group_id] = statistics_of(self._store.group(group_id))
         return self._groups.pop(group_id)
+
+
+def _key(line: Mapping[str, Any]) -> tuple[int, float]:
+    """Return what tells a step's line from all others: batches are numbered anew after a way back."""
+    return line["batch_id"], line["finished_at_s"]
 
 
 def _mean(values: Sequence[float]) -> float | None:

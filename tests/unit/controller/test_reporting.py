@@ -4,6 +4,7 @@ import contextlib
 
 import pytest
 
+from buffer_builders import a_step, put
 from rollmill.buffer.memory import MemoryStore
 from rollmill.clock import VirtualClock
 from rollmill.config.schema import RollmillConfig
@@ -12,6 +13,7 @@ from rollmill.controller.reporting import RunReporter, evaluation_record
 from rollmill.controller.translate import scheduler_settings
 from rollmill.errors import DataError
 from rollmill.scheduling.core import Scheduler
+from rollmill.telemetry.files import read_jsonl
 from rollmill.telemetry.run_directory import RunDirectory
 
 
@@ -56,3 +58,20 @@ def test_the_word_of_an_evaluation_leaves_the_live_view_when_it_has_ended(tmp_pa
         reporter.evaluated("before", result(correct=5, n=10), digest_of=lambda _: "d")
         assert reporter.live_state(core)["message"] == ""
         reporter.close()
+
+
+def test_a_step_that_is_heard_again_after_a_resume_has_one_line(tmp_path) -> None:
+    config, store = RollmillConfig(), MemoryStore()
+    with contextlib.closing(RunDirectory.create(tmp_path / "run", config=config, started_at_s=0.0)) as directory:
+        for step in (1, 2):
+            store.apply(put(f"g{step}", journal=(b"e",)))
+        steps = [a_step(step, f"g{step}", step=step) for step in (1, 2)]
+        # The first controller stopped before the event of step 1 was in its journal.
+        for heard in (steps[:1], steps):
+            reporter = RunReporter(
+                config=config, directory=directory, store=store, clock=VirtualClock(), decode=lambda _: ""
+            )
+            for row, record in enumerate(heard):
+                reporter.step(row, record)
+            reporter.close()
+        assert [line["step"] for line in read_jsonl(directory.metrics)] == [1, 2]
