@@ -208,7 +208,7 @@ class Agent:
 
     def _usage(self, head: dict[str, Any], _: bytes) -> None:
         processes = sum(name.isdigit() for name in os.listdir("/proc"))
-        self._send({"n": head["n"], "op": "data", **_written_counts(), "processes": processes})
+        self._send({"n": head["n"], "op": "data", **written_counts(), "processes": processes})
 
     # -- processes ---------------------------------------------------------------------------------------------------
 
@@ -469,8 +469,8 @@ class Agent:
             self._refuse(head["n"], "busy", f"{len(others)} processes run: {names}")
             return
         self._end_all()
-        socket.send_fds(self._zygote, [b"layer"], [self._written])
-        self._send({"n": head["n"], "op": "done", **_written_counts()})
+        self._hand_out()
+        self._send({"n": head["n"], "op": "done", **written_counts()})
 
     def _others(self) -> list[int]:
         """Return what runs beside this process and its helpers; what was killed just now has a moment to be gone."""
@@ -482,6 +482,9 @@ class Agent:
                 return others
             time.sleep(_LOOK_S)
             self._on_child(0)
+
+    def _hand_out(self) -> None:
+        socket.send_fds(self._zygote, [b"layer"], [self._written])
 
     def _end_all(self) -> None:
         """End every process but this one, and take leave of each."""
@@ -517,7 +520,7 @@ class Agent:
             for job in self._jobs.values():
                 self._watch_outputs(job)
 
-    _requests: dict[str, Callable[[Agent, dict[str, Any], bytes], None]] = {  # noqa: RUF012
+    _requests: dict[str, Callable[[Any, dict[str, Any], bytes], None]] = {  # noqa: RUF012
         "read": _read,
         "write": _write,
         "list": _list,
@@ -548,7 +551,8 @@ def _shell(wanted: str, path: str) -> list[str]:
     return ["/bin/sh", *ARGUMENTS["sh"]]
 
 
-def _written_counts() -> dict[str, int]:
+def written_counts() -> dict[str, int]:
+    """Return bytes and inodes of all that was written in here."""
     # The image's overlay and /dev/shm lie on one file system, which holds all that the sandbox wrote.
     found = os.statvfs("/dev/shm")
     return {"disk_bytes": (found.f_blocks - found.f_bfree) * found.f_frsize, "inodes": found.f_files - found.f_ffree}

@@ -370,7 +370,8 @@ class Zygote:
 def _real_paths(plan: dict[str, Any], *, mapped: bool) -> None:
     """Resolve links here, with the owner's view of the host, and name the directories that the sandbox gets opened."""
     plan["lowers"] = [os.path.realpath(path, strict=True) for path in plan["lowers"]]
-    plan["expose"] = [(os.path.abspath(path), os.path.realpath(path, strict=True)) for path in plan["expose"]]
+    shown = [(os.path.abspath(one), one) if isinstance(one, str) else one for one in plan["expose"]]
+    plan["expose"] = [(target, os.path.realpath(path, strict=True)) for target, path in shown]
     plan["trees"] = []
     plan["mapped"] = []
     if not mapped:

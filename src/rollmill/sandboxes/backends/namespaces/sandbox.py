@@ -125,6 +125,8 @@ class NamespaceSandbox(FileCalls):
         origin: the snapshot that it was restored from, empty if none.
     """
 
+    _groups_count_processes = True
+
     def __init__(
         self,
         sandbox_id: str,
@@ -395,6 +397,9 @@ class NamespaceSandbox(FileCalls):
         finally:
             self.rested = None
         self._begun_s = self._loop.time()
+        self._replace_channel()
+
+    def _replace_channel(self) -> None:
         self.channel.fail_all(SandboxBusy(f"sandbox {self._id} was started anew after a snapshot, meanwhile"))
         self.channel = self._new_channel()
 
@@ -536,7 +541,7 @@ class NamespaceSandbox(FileCalls):
         counts = self.groups.usage()
         cpu_us = counts.get("cpu_us")
         found = Usage(
-            processes=counts.get("pids"),
+            processes=counts.get("pids") if self._groups_count_processes else None,
             memory_bytes=counts.get("memory_bytes"),
             peak_memory_bytes=counts.get("peak_memory_bytes"),
             cpu_s=None if cpu_us is None else cpu_us / 1e6,

@@ -145,11 +145,12 @@ class SnapshotCalls:
         lease: Lease,
         labels: Mapping[str, str] | None,
         stop_processes: bool,
+        snapshot_id: str = "",
     ) -> tuple[NamespaceSandbox, ...]:
         """Take a snapshot, restore it for each id, and let go of it: the sandboxes hold its layers."""
         if len(set(ids)) != len(ids):
             raise SandboxIdInUse(f"the ids of a fork are not all different: {list(ids)}")
-        snapshot_id = f"fork-{os.urandom(8).hex()}"
+        snapshot_id = snapshot_id or f"fork-{os.urandom(8).hex()}"
         self._forking.add(snapshot_id)  # nobody else's, and so in no list
         try:
             ref = await self._snapshot(sandbox, id=snapshot_id, force=stop_processes, to_keep=False)
