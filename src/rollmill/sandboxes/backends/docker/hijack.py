@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import socket as sockets
 import struct
 
 from rollmill.sandboxes.backends.http import CutOff, Refused, Unreachable, words_of
@@ -17,6 +18,8 @@ _HEAD = struct.Struct(">BxxxI")
 _STREAMS = {1: "stdout", 2: "stderr"}
 _READ_BYTES = 256 * 1024
 _MOST_FRAME = 64 * 1024 * 1024
+_CONNECT_S = 10.0
+_AGAIN_S = 0.01
 
 
 class Frames:
@@ -67,9 +70,10 @@ class Hijacked:
             Refused: if the daemon refuses.
         """
         try:
-            reader, writer = await asyncio.open_unix_connection(socket, limit=2 * _READ_BYTES)
-        except OSError as error:
-            raise Unreachable(f"{product} does not listen on {socket}: {error}") from error
+            connected = await _connect(socket)
+            reader, writer = await asyncio.open_unix_connection(sock=connected, limit=2 * _READ_BYTES)
+        except (OSError, TimeoutError) as error:
+            raise Unreachable(f"{product} does not listen on {socket}, or takes nobody in: {error!r}") from error
         try:
             data = json.dumps(body).encode()
             head = (
@@ -121,6 +125,27 @@ class Hijacked:
         self._writer.close()
         with contextlib.suppress(OSError):  # it was lost before
             await self._writer.wait_closed()
+
+
+async def _connect(path: str) -> sockets.socket:
+    """Return a connected socket.
+
+    A Unix socket whose queue is full refuses at once and says nothing when there is room; asyncio would take that for a
+    connection on its way, and lose the first words.
+    """
+    connected = sockets.socket(sockets.AF_UNIX, sockets.SOCK_STREAM)
+    connected.setblocking(False)
+    try:
+        async with asyncio.timeout(_CONNECT_S):
+            while True:
+                try:
+                    connected.connect(path)
+                    return connected
+                except BlockingIOError:
+                    await asyncio.sleep(_AGAIN_S)
+    except BaseException:
+        connected.close()
+        raise
 
 
 async def _check(reader: asyncio.StreamReader, product: str) -> None:

@@ -84,11 +84,11 @@ class HostedSnapshots:
         """Return those that this provider took, the oldest first."""
         return tuple(ref for ref, _ in self._kept.values())
 
-    def _keeper(self) -> KeepsFiles:
+    def _keeper(self, capability: str = "files_snapshot") -> KeepsFiles:
         if not self._driver.capabilities.files_snapshot or not isinstance(self._driver, KeepsFiles):
             raise SandboxUnsupported(
                 f"{self._driver.product} keeps no files here; read those that matter before the end",
-                capability="files_snapshot",
+                capability=capability,
             )
         return self._driver
 
@@ -165,7 +165,7 @@ class HostedSnapshots:
         stop_processes: bool,
     ) -> tuple[HostedSandbox, ...]:
         """Make sandboxes with the files of one: all, or none. One that is cancelled goes on, and then undoes itself."""
-        self._keeper()
+        self._keeper("fork")
         for id in ids:
             check_id(id)
             if self._taken(id) or list(ids).count(id) > 1:
