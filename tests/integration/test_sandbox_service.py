@@ -188,7 +188,12 @@ def test_a_sandbox_ends_at_its_timeout_and_one_that_asks_for_it_is_paused(servic
     pauses = service.create(timeout=1, lifecycle={"on_timeout": "pause"})
     pauses.files.write("kept.txt", "kept")
     wakes = service.create(timeout=1, lifecycle={"on_timeout": "pause", "auto_resume": True})
-    until(lambda: not ends.is_running() and not pauses.is_running() and not wakes.is_running())
+    stored = service.create(timeout=1, lifecycle={"on_timeout": {"action": "pause", "mode": "filesystem"}})
+    stored.files.write("kept.txt", "as a file")
+    until(lambda: not any(one.is_running() for one in (ends, pauses, wakes, stored)))
+    assert stored.get_info().state.value == "paused"
+    stored.connect(timeout=60)
+    assert stored.files.read("kept.txt") == "as a file"
     with pytest.raises(e2b.SandboxNotFoundException):
         ends.get_info()
     assert pauses.get_info().state.value == "paused"
@@ -196,7 +201,7 @@ def test_a_sandbox_ends_at_its_timeout_and_one_that_asks_for_it_is_paused(servic
         pauses.files.read("kept.txt")
     assert e2b.Sandbox.connect(pauses.sandbox_id, timeout=60, **service.options).files.read("kept.txt") == "kept"
     assert wakes.commands.run("echo awake").stdout == "awake\n"
-    for one in (pauses, wakes):
+    for one in (pauses, wakes, stored):
         assert one.kill()
 
 
@@ -269,7 +274,7 @@ def test_prometheus_is_answered_with_the_token_alone(service):
         ({"api_key": "sesame-open-other!"}, "AuthenticationException", "no token, or not the one"),
         ({"timeout": 10**7}, "SandboxException", "must be between 0 and 86400"),
         ({"allow_internet_access": True}, "SandboxException", "not to be had here: allow_internet_access"),
-        ({"lifecycle": {"on_timeout": {"action": "pause", "mode": "filesystem"}}}, "SandboxException", "501"),
+        ({"mcp": {"exa": {"apiKey": "x"}}}, "SandboxException", "501: not to be had here: mcp"),
     ],
 )
 def test_what_cannot_be_is_refused_with_the_sdks_own_exception(service, call, error, says):
@@ -633,7 +638,7 @@ def test_wrong_paths_are_said_with_the_sdks_exceptions(sandbox):
         sandbox.files.list("file")
     with pytest.raises(e2b.FileNotFoundException):
         sandbox.files.rename("not-here", "there")
-    with pytest.raises(e2b.InvalidArgumentException, match="is not a directory"):
+    with pytest.raises(e2b.InvalidArgumentException, match="is no place for a directory"):
         sandbox.files.make_dir("file")
     sandbox.files.remove("not-here")
     with pytest.raises(e2b.AuthenticationException):
