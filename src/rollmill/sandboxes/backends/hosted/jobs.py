@@ -403,19 +403,23 @@ class JobGuest:
             *(directory, str(seen[0]), str(seen[1]), str(_PIECE_BYTES)),
             str(int(self._wait_s / _TURN_S)),
         ]
-        for turn in range(_LOOKS_AGAIN):
-            try:
-                ran = await self._shell.run(_LOOK_ALONE, arguments, deadline_s=self._call_s)
-                break
-            except CutOff:
-                if turn + 1 == _LOOKS_AGAIN:
-                    raise
-                await asyncio.sleep(self.pause_s(turn + 2))
+        ran = await self._look(arguments)
         if ran.code == _GONE:
             raise self._removed()
         if ran.code:
             raise SandboxError(f"a look at a program failed (exit code {ran.code}): {ran.err[:300]!r}")
         return parse_look(ran.out)
+
+    async def _look(self, arguments: Sequence[str]) -> Ran:
+        turn = 0
+        while True:
+            try:
+                return await self._shell.run(_LOOK_ALONE, arguments, deadline_s=self._call_s)
+            except CutOff:
+                turn += 1
+                if turn == _LOOKS_AGAIN:
+                    raise
+            await asyncio.sleep(self.pause_s(turn + 1))
 
     def _removed(self) -> Lost:
         return Lost(f"the files of a program in {self._scratch} were removed inside, so its end is unknown")

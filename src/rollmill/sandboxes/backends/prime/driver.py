@@ -94,13 +94,13 @@ class Gateway:
         self._access: Mapping[str, Any] | None = None
 
     async def _way(self) -> tuple[str, dict[str, str]]:
-        if self._access is None:
+        access = self._access
+        if access is None:
             try:
                 reply = await self._api.call("POST", f"sandbox/{self._ref}/auth", what="the way to a sandbox")
             except Refused as error:
                 raise _explain(error) from error
-            self._access = reply.json()
-        access = self._access
+            access = self._access = reply.json()
         address = f"{str(access['gateway_url']).rstrip('/')}/{access['user_ns']}/{access['job_id']}"
         return address, {"Authorization": f"Bearer {access['token']}"}
 
