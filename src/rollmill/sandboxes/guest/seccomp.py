@@ -7,6 +7,7 @@ than this list does not exist inside (ENOSYS), so that a kernel update opens not
 
 from __future__ import annotations
 
+import functools
 import struct
 
 from rollmill.sandboxes.guest.kernel import ALL_NAMESPACES
@@ -104,8 +105,12 @@ def _ioctl_rule() -> list[bytes]:
     return [*body, _one(_RETURN, _ALLOW)]
 
 
+@functools.cache
 def program(machine: str) -> bytes | None:
-    """Return the filter for an architecture, or `None` where its numbers are not known."""
+    """Return the filter for an architecture, or `None` where its numbers are not known.
+
+    Built once, by the zygote: each sandbox has it, and the memory that it takes to build it is no sandbox's.
+    """
     if machine not in REFUSED:
         return None
     checked = _CHECKED[machine]

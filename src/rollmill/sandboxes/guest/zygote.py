@@ -26,7 +26,7 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from rollmill.sandboxes.guest import kernel, root
+from rollmill.sandboxes.guest import kernel, root, seccomp
 from rollmill.sandboxes.guest.cgroups import MEMORY, Caps, Groups
 from rollmill.sandboxes.guest.setup import GO, GO_UNMAPPED, become_sandbox
 
@@ -462,6 +462,7 @@ def main(kind: type[Zygote] = Zygote) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # two for each sandbox
     root.host_directories()
     root.host_configuration()
+    seccomp.program(kernel.machine())
     # What is here now is shared by all sandboxes; the collector must not write to its pages.
     gc.disable()
     gc.freeze()
