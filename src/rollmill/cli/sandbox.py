@@ -13,6 +13,7 @@ from typing import Any
 import click
 
 from rollmill.cli.output import json_option, show
+from rollmill.cli.sandbox_gvisor import build_runsc_command
 from rollmill.cli.sandbox_images import images_command, prepare_command
 from rollmill.cli.sandbox_serve import route_command, serve_command, show_command
 from rollmill.errors import SandboxError
@@ -27,6 +28,8 @@ from rollmill.sandboxes import (
     NamespaceSettings,
     SandboxSpec,
 )
+from rollmill.sandboxes.backends.gvisor import GvisorProvider, GvisorSettings
+from rollmill.sandboxes.backends.gvisor.diagnose import diagnose_gvisor
 from rollmill.sandboxes.disk_records import DiskRecord, DiskRecords, default_directory, is_alive
 from rollmill.sandboxes.doctor import Diagnosis, diagnose
 from rollmill.sandboxes.images import ImageStoreSettings
@@ -45,6 +48,7 @@ def sandbox_group() -> None:
     """Sandboxes of this machine: run a command, list and end them, and see what protects the host."""
 
 
+sandbox_group.add_command(build_runsc_command)
 sandbox_group.add_command(images_command)
 sandbox_group.add_command(prepare_command)
 sandbox_group.add_command(route_command)
@@ -55,6 +59,12 @@ sandbox_group.add_command(show_command)
 def _directory_option(command: Any) -> Any:
     text = "Where the records of sandboxes are; the user's runtime directory unless given."
     return click.option("--directory", type=click.Path(path_type=Path), default=None, help=text)(command)
+
+
+def _backend_option(command: Any) -> Any:
+    kinds = click.Choice(["namespaces", "gvisor"])
+    text = "What runs sandboxes: the kernel's own namespaces, or gVisor's kernel within them."
+    return click.option("--backend", type=kinds, default="namespaces", show_default=True, help=text)(command)
 
 
 @sandbox_group.command("run", context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
@@ -82,13 +92,15 @@ def _directory_option(command: Any) -> Any:
 @click.option(
     "--minimum-isolation", default="hardened", show_default=True, help="Refuse to run with less than this level."
 )
+@_backend_option
 @_directory_option
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
 @json_option
 def run_command(command: tuple[str, ...], directory: Path | None, as_json: bool, **options: Any) -> None:
     """Run COMMAND in a fresh sandbox and end with its exit status; input that is piped in is passed on."""
     environment = dict(_name_and_value(one) for one in options["env"])
-    settings = NamespaceSettings(
+    kind = GvisorSettings if options["backend"] == "gvisor" else NamespaceSettings
+    settings = kind(
         directory=directory,
         minimum_isolation=parse_level(options["minimum_isolation"]),
         images=ImageStoreSettings(directory=options["store"]),
@@ -140,7 +152,8 @@ async def _run(
 ) -> ExecResult:
     spec = _spec(options)
     lease = Lease(owner="cli", ttl_s=spec.limits.wall_s)
-    async with NamespaceProvider(settings) as provider:
+    made = GvisorProvider(settings) if isinstance(settings, GvisorSettings) else NamespaceProvider(settings)
+    async with made as provider:
         sandbox_id = f"run-{uuid.uuid4().hex[:12]}"
         sandbox = await provider.create(spec, id=sandbox_id, labels={"command": "run"}, lease=lease)
         return await sandbox.exec(
@@ -234,11 +247,15 @@ def _kill(records: DiskRecords, sandbox_id: str) -> bool:
 
 
 @sandbox_group.command("doctor")
+@_backend_option
 @_directory_option
 @json_option
-def doctor_command(directory: Path | None, as_json: bool) -> None:
+def doctor_command(directory: Path | None, as_json: bool, backend: str) -> None:
     """Make a sandbox, and say which protections hold on this machine and how to get those that are missing."""
-    diagnosis = asyncio.run(diagnose(NamespaceSettings(directory=directory)))
+    if backend == "gvisor":
+        diagnosis = asyncio.run(diagnose_gvisor(GvisorSettings(directory=directory)))
+    else:
+        diagnosis = asyncio.run(diagnose(NamespaceSettings(directory=directory)))
     show(diagnosis, text=_words(diagnosis), as_json=as_json)
     if not diagnosis.works:
         sys.exit(1)

@@ -8,9 +8,14 @@ from __future__ import annotations
 import os
 import platform
 import tempfile
+from collections.abc import Callable, Collection
 from pathlib import Path
 
+import msgspec
+
 from rollmill.errors import RollmillError
+from rollmill.sandboxes.backends.gvisor.presence import presence
+from rollmill.sandboxes.backends.gvisor.settings import GvisorSettings
 from rollmill.sandboxes.backends.namespaces import NamespaceProvider, NamespaceSettings
 from rollmill.sandboxes.backends.namespaces.settings import IDS_PER_SANDBOX
 from rollmill.sandboxes.guest.setup import OWNERS_NOT_MAPPED
@@ -59,17 +64,25 @@ class Diagnosis(Record, frozen=True, kw_only=True):
 
 async def diagnose(settings: NamespaceSettings) -> Diagnosis:
     """Make a sandbox and look at it."""
+    asked = msgspec.structs.replace(settings, minimum_isolation=IsolationLevel.NONE)
+    found, words = await examine(lambda: NamespaceProvider(asked), backend="namespaces", without=_NOT_OF_THIS_BACKEND)
+    return msgspec.structs.replace(found, notes=_notes(settings, words))
+
+
+async def examine(
+    opens: Callable[[], NamespaceProvider], *, backend: str, without: Collection[Protection]
+) -> tuple[Diagnosis, tuple[str, ...]]:
+    """Make a sandbox with a provider, and look at it; return what was found, and all that its agent reported.
+
+    Args:
+        opens: makes the provider.
+        backend: its name.
+        without: protections that it does not know.
+    """
     protections: frozenset[Protection] = frozenset()
     problem, words = "", ()
-    asked = NamespaceSettings(
-        directory=settings.directory,
-        minimum_isolation=IsolationLevel.NONE,
-        id_base=settings.id_base,
-        id_ranges=settings.id_ranges,
-        python=settings.python,
-    )
     try:
-        async with NamespaceProvider(asked) as provider:
+        async with opens() as provider:
             lease = Lease(owner="doctor", ttl_s=60.0)
             sandbox = await provider.create(SandboxSpec(), id=f"doctor-{os.getpid()}", lease=lease)
             words = sandbox.protections
@@ -79,18 +92,19 @@ async def diagnose(settings: NamespaceSettings) -> Diagnosis:
                 problem = f"`true` ended with {result.exit_code}: {result.stderr.decode('utf-8', 'replace').strip()}"
     except RollmillError as error:
         problem = str(error)
-    return Diagnosis(
-        backend="namespaces",
+    found = Diagnosis(
+        backend=backend,
         works=not problem,
         problem=problem,
         isolation=level_of(protections).name.lower(),
         findings=tuple(
             Finding(name=one.value, holds=one in protections, meaning=WORDS[one][0], remedy=WORDS[one][1])
             for one in Protection
-            if one not in _NOT_OF_THIS_BACKEND
+            if one not in without
         ),
-        notes=_notes(settings, words),
+        notes=(),
     )
+    return found, words
 
 
 def _notes(settings: NamespaceSettings, words: tuple[str, ...]) -> tuple[str, ...]:
@@ -113,6 +127,8 @@ def _notes(settings: NamespaceSettings, words: tuple[str, ...]) -> tuple[str, ..
             "The file system of the host's directories cannot map owners: inside, their files cannot be changed."
         )
     notes.append(_form_of_images())
+    gvisor = GvisorSettings(directory=settings.directory)
+    notes.append(f"A stronger backend, gVisor (doctor --backend gvisor): its runtime {presence(gvisor)}.")
     return tuple(notes)
 
 
