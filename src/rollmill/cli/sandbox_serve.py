@@ -209,10 +209,11 @@ def _text(url: str, token_env: str, templates: list[str]) -> str:
 @json_option
 def route_command(nodes: tuple[str, ...], listen: str, as_json: bool) -> None:
     """Serve many nodes behind one address: new sandboxes go where most room is, calls where their sandbox is."""
-    from rollmill.sandboxes.service.router import FleetSettings
     from rollmill.sandboxes.service.serving import check_serving, parse_listen
 
     check_serving()
+    from rollmill.sandboxes.service.router import FleetSettings
+
     host, port = parse_listen(listen)
     settings = FleetSettings(nodes=nodes)
 

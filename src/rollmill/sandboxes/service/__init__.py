@@ -10,6 +10,9 @@
 | `wire`, `protobuf`, `connect` | messages, their two encodings, the Connect protocol |
 | `control`, `process_face`, `file_face` | the routes |
 | `app`, `serving` | all of it behind one address |
+| `fleet_law`, `router` | many nodes behind one address |
+
+Starlette and uvicorn are imported when something is served.
 """
 
 from rollmill.sandboxes.service.node import Node

@@ -23,12 +23,12 @@ from starlette.routing import Route
 import rollmill
 from rollmill.errors import RollmillError
 from rollmill.sandboxes.metrics import CONTENT_TYPE
+from rollmill.sandboxes.service.answers import http_answer
 from rollmill.sandboxes.service.control import ControlFace
 from rollmill.sandboxes.service.exchange import sandbox_id_of
 from rollmill.sandboxes.service.file_face import FileFace
 from rollmill.sandboxes.service.law import HttpProblem
 from rollmill.sandboxes.service.node import Node
-from rollmill.sandboxes.service.problems import http_answer
 from rollmill.sandboxes.service.process_face import ProcessFace
 
 

@@ -15,6 +15,7 @@ from starlette.routing import Route
 
 from rollmill.errors import RollmillError, SandboxDead
 from rollmill.sandboxes.service import control_shapes as shapes
+from rollmill.sandboxes.service.answers import http_answer
 from rollmill.sandboxes.service.exchange import body_of, linger
 from rollmill.sandboxes.service.law import (
     MOST_PER_PAGE,
@@ -27,7 +28,7 @@ from rollmill.sandboxes.service.law import (
     same,
 )
 from rollmill.sandboxes.service.node import Node, Order, Served
-from rollmill.sandboxes.service.problems import http_answer, http_problem_of
+from rollmill.sandboxes.service.problems import http_problem_of
 
 T = TypeVar("T", bound=shapes.Asked)
 Handler = Callable[[Request], Awaitable[Response]]

@@ -24,6 +24,7 @@ from starlette.types import Receive, Scope, Send
 
 from rollmill.errors import RollmillError
 from rollmill.sandboxes.service.accounts import Account
+from rollmill.sandboxes.service.answers import rpc_answer
 from rollmill.sandboxes.service.connect import (
     Codec,
     Envelopes,
@@ -35,7 +36,7 @@ from rollmill.sandboxes.service.connect import (
 )
 from rollmill.sandboxes.service.law import HttpProblem, host_parts, same
 from rollmill.sandboxes.service.node import Node, Served
-from rollmill.sandboxes.service.problems import gone, rpc_answer, rpc_problem_of
+from rollmill.sandboxes.service.problems import gone, rpc_problem_of
 from rollmill.sandboxes.service.settings import ServiceSettings
 from rollmill.sandboxes.service.wire import Message
 

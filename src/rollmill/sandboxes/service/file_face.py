@@ -16,6 +16,7 @@ from starlette.routing import Route
 
 from rollmill.errors import RollmillError, SandboxFileError
 from rollmill.sandboxes.service.accounts import Account, absolute
+from rollmill.sandboxes.service.answers import http_answer
 from rollmill.sandboxes.service.connect import RpcProblem
 from rollmill.sandboxes.service.exchange import (
     Call,
@@ -31,7 +32,6 @@ from rollmill.sandboxes.service.inside import Inside
 from rollmill.sandboxes.service.law import READ, WRITE, HttpProblem, holder_of, signature, why_expired
 from rollmill.sandboxes.service.multipart import boundary_of, parts_of
 from rollmill.sandboxes.service.node import Node, Served
-from rollmill.sandboxes.service.problems import http_answer
 from rollmill.sandboxes.service.watching import MOST_WATCHERS, Watcher
 from rollmill.sandboxes.service.wire import (
     Empty,

@@ -27,10 +27,11 @@ from starlette.routing import Route
 
 from rollmill.errors import ConfigError, MissingExtraError, RollmillError
 from rollmill.sandboxes.records import Record
+from rollmill.sandboxes.service.answers import http_answer
 from rollmill.sandboxes.service.exchange import body_of, sandbox_id_of
 from rollmill.sandboxes.service.fleet_law import NodeState, merged, order_of
 from rollmill.sandboxes.service.law import HttpProblem, limit_of
-from rollmill.sandboxes.service.problems import gone, http_answer
+from rollmill.sandboxes.service.problems import gone
 from rollmill.sandboxes.service.settings import ServiceSettings
 
 if TYPE_CHECKING:
