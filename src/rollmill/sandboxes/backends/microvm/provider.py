@@ -1,0 +1,546 @@
+"""The provider of sandboxes in machines: clones them from templates, keeps their leases, and cleans up.
+
+    what it waits for                        who wakes it, and until when
+    a template                               see `templates`
+    an agent's first word, or its return     the agent, `start_s`
+    the end of a machine                     its process, `end_s`
+
+No lock is held across any of these. The record of a machine is on disk before its process does anything.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+import msgspec
+
+from rollmill.errors import (
+    DeadlineExceeded,
+    ImageError,
+    SandboxDead,
+    SandboxError,
+    SandboxIdInUse,
+    SandboxRetryable,
+    SandboxUnsupported,
+)
+from rollmill.sandboxes.backends.microvm.channel import fresh_word
+from rollmill.sandboxes.backends.microvm.hypervisor import Hypervisor, Kept
+from rollmill.sandboxes.backends.microvm.inside import GROUP, ID_BASE, IMAGES, SANDBOX
+from rollmill.sandboxes.backends.microvm.sandbox import MicroVmSandbox
+from rollmill.sandboxes.backends.microvm.settings import MicroVmSettings
+from rollmill.sandboxes.backends.microvm.templates import Templates
+from rollmill.sandboxes.backends.namespaces.channel import SetupFailed
+from rollmill.sandboxes.backends.namespaces.checks import explain_failure
+from rollmill.sandboxes.backends.namespaces.sandbox import NamespaceSandbox
+from rollmill.sandboxes.disk_records import DiskRecord, DiskRecords, ProcessMark, check_id, mark_of
+from rollmill.sandboxes.images.uses import ImageUses
+from rollmill.sandboxes.isolation import known, require
+from rollmill.sandboxes.lifecycle import dead_error, death, explain_end
+from rollmill.sandboxes.records import (
+    Capabilities,
+    DeathReason,
+    Image,
+    Lease,
+    SandboxSpec,
+    SandboxState,
+    SandboxStatus,
+    SnapshotRef,
+)
+from rollmill.sandboxes.sweep import sweep
+from rollmill.sandboxes.tally import Observer
+
+_REMEMBERED_ENDS = 1000
+_RETRY_AFTER_S = 1.0
+_LEAST_BYTES, _LEAST_INODES = 1024**2, 256
+
+
+class _Snapshot(msgspec.Struct, frozen=True, kw_only=True):
+    """A sandbox that was kept, and what its copies must know."""
+
+    ref: SnapshotRef
+    kept: Kept
+    protections: tuple[str, ...]
+    next_number: int
+    hidden: bool = False
+
+
+class MicroVmProvider:
+    """Runs sandboxes in machines. Use it as an asynchronous context manager, or call `close`.
+
+    Args:
+        settings: how.
+        hypervisor: runs the machines.
+        observer: told of starts, ends and sweeps.
+    """
+
+    def __init__(self, settings: MicroVmSettings, *, hypervisor: Hypervisor, observer: Observer | None = None) -> None:
+        self._settings = settings
+        self._hypervisor = hypervisor
+        self._observer = observer
+        self.records = DiskRecords(settings.records_directory())
+        self._images = ImageUses(settings.images, what=f"machines of process {os.getpid()}")
+        self._templates = Templates(
+            settings, hypervisor=hypervisor, images=self._images,
+            on_started=self._note_template, on_ended=self.records.remove,
+        )  # fmt: skip
+        self._alive: dict[str, MicroVmSandbox] = {}
+        self._ends: OrderedDict[str, SandboxStatus] = OrderedDict()
+        self._snapshots: OrderedDict[str, _Snapshot] = OrderedDict()
+        self._taking: set[str] = set()
+        self._closed = False
+        mark = mark_of(os.getpid())
+        if mark is None:
+            raise SandboxError("/proc does not show this process; sandboxes need a mounted /proc")
+        self._owner = mark
+
+    async def __aenter__(self) -> MicroVmProvider:
+        """Sweep what killed owners left."""
+        if problems := [*self._hypervisor.missing()]:
+            raise SandboxError(f"machines of {self._hypervisor.backend} cannot run here: " + "; ".join(problems))
+        report = await asyncio.to_thread(sweep, self.records)
+        if self._observer is not None:
+            self._observer.swept(removed=len(report.removed), left=len(report.left))
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close."""
+        await self.close()
+
+    # -- the protocol ------------------------------------------------------------------------------------------------
+
+    async def capabilities(self) -> Capabilities:
+        """Return what this backend can do; whether there is a Python depends on the image, and the default has none."""
+        return Capabilities(
+            files_snapshot=True,
+            fork=True,
+            full_snapshot=True,
+            live_fork=True,
+            sessions=True,
+            terminals=True,
+            pause=True,
+            extend_ttl=True,
+            labels=True,
+            idempotent_create=True,
+            batch_status=True,
+            users=True,
+        )
+
+    async def prepare(self, image: Image) -> None:
+        """Make the disks of an image."""
+        await self._templates.prepare(image)
+
+    async def create(
+        self, spec: SandboxSpec, *, id: str, labels: Mapping[str, str] | None = None, lease: Lease
+    ) -> MicroVmSandbox:
+        """Start a sandbox and wait until it answers; the first of an image and size waits for a machine to boot."""
+        check_id(id)
+        if id not in self._alive and id not in self._ends:
+            if spec.expose:
+                raise SandboxUnsupported(
+                    "a machine shows nothing of the host's (expose); write the files into the sandbox",
+                    capability="expose",
+                )
+            template = await self._templates.of(spec)
+            return await self._make(spec, template.kept, id=id, labels=labels or {}, lease=lease, snapshot=None)
+        return await self._make(spec, None, id=id, labels=labels or {}, lease=lease, snapshot=None)
+
+    async def restore(
+        self, ref: SnapshotRef, *, id: str, labels: Mapping[str, str] | None = None, lease: Lease
+    ) -> MicroVmSandbox:
+        """Start a sandbox that goes on where the snapshot was taken, with its files and processes."""
+        check_id(id)
+        snapshot = self._find(ref.snapshot_id)
+        return await self._make(
+            snapshot.ref.spec, snapshot.kept, id=id, labels=labels or {}, lease=lease, snapshot=snapshot
+        )
+
+    async def snapshots(self) -> tuple[SnapshotRef, ...]:
+        """Return those that are held, the oldest first."""
+        return tuple(one.ref for one in self._snapshots.values() if not one.hidden)
+
+    async def delete_snapshots(self, ids: Sequence[str]) -> None:
+        """Let go of these; sandboxes that were made of them live on."""
+        for one in ids:
+            if (snapshot := self._snapshots.pop(one, None)) is not None:
+                snapshot.kept.close()
+
+    async def attach(self, id: str) -> MicroVmSandbox:
+        """Return a sandbox that lives and is this provider's."""
+        if (sandbox := self._alive.get(id)) is not None:
+            return sandbox
+        if (ended := self._ends.get(id)) is not None and ended.death is not None:
+            raise dead_error(id, ended.death)
+        raise SandboxDead(
+            f"sandbox {id} is not known to this provider: another process's, or never made",
+            reason=DeathReason.PROVIDER_LOST.value,
+            fault="infrastructure",
+        )
+
+    async def list(
+        self, *, labels: Mapping[str, str] | None = None, state: SandboxState | None = None
+    ) -> tuple[SandboxStatus, ...]:
+        """Return those that live, and recent ends."""
+        wanted = dict(labels or {}).items()
+        found = (*self._ends.values(), *(one.status() for one in self._alive.values()))
+        return tuple(
+            one for one in found if wanted <= dict(one.labels).items() and (state is None or one.state is state)
+        )
+
+    async def status(self, ids: Sequence[str]) -> dict[str, SandboxStatus]:
+        """Return what is known; ids that are not known are left out."""
+        found: dict[str, SandboxStatus] = {}
+        for one in ids:
+            if one in self._alive:
+                found[one] = self._alive[one].status()
+            elif one in self._ends:
+                found[one] = self._ends[one]
+        return found
+
+    async def kill(self, ids: Sequence[str], *, reason: DeathReason = DeathReason.RELEASED) -> None:
+        """End these; one that is not known counts as ended."""
+        doomed = [self._alive[one] for one in ids if one in self._alive]
+        for one in doomed:
+            one.order_end(reason)
+        async with asyncio.TaskGroup() as group:
+            for one in doomed:
+                group.create_task(one.kill(reason))
+
+    async def close(self) -> None:
+        """End every sandbox, and let snapshots and templates go."""
+        self._closed = True
+        try:
+            await self.kill([*self._alive])
+        finally:
+            await self.delete_snapshots([*self._snapshots])
+            await self._templates.close()
+            await self._images.close()
+            await self._hypervisor.close()
+
+    # -- creation ----------------------------------------------------------------------------------------------------
+
+    async def _make(
+        self,
+        spec: SandboxSpec,
+        kept: Kept | None,
+        *,
+        id: str,
+        labels: Mapping[str, str],
+        lease: Lease,
+        snapshot: _Snapshot | None,
+    ) -> MicroVmSandbox:
+        if self._closed:
+            raise SandboxError("this provider is closed; open another one")
+        origin = "" if snapshot is None else snapshot.ref.snapshot_id
+        if (known_one := self._alive.get(id)) is not None:
+            return await self._same(known_one, spec, origin)
+        if id in self._ends or kept is None:
+            raise SandboxIdInUse(f"sandbox {id} has ended; an id names one sandbox for good, so choose another")
+        sandbox = self._register(spec, sandbox_id=id, labels=labels, lease=lease, snapshot=snapshot)
+        try:
+            async with asyncio.timeout(self._settings.start_s):
+                await self._start(sandbox, kept, snapshot)
+                return sandbox
+        except TimeoutError:
+            await self._put_down(sandbox)
+            raise SandboxRetryable(
+                f"sandbox {id} did not answer within {self._settings.start_s:g} s and was removed. The machine is "
+                "overloaded: start fewer at a time.",
+                after_s=_RETRY_AFTER_S,
+            ) from None
+        except SetupFailed as error:
+            await self._put_down(sandbox)
+            raise explain_failure(error, sandbox_id=id) from error
+        except asyncio.CancelledError:
+            sandbox.order_end(DeathReason.START_FAILED)
+            raise
+        except Exception:
+            await self._put_down(sandbox)
+            raise
+
+    async def _same(self, sandbox: MicroVmSandbox, spec: SandboxSpec, origin: str) -> MicroVmSandbox:
+        if sandbox.spec != spec or sandbox.origin != origin:
+            raise SandboxIdInUse(
+                f"sandbox {sandbox.id} lives and has another spec, or comes from another snapshot; choose another id, "
+                "or end it first"
+            )
+        try:
+            await asyncio.wait_for(asyncio.shield(sandbox.channel.ready), self._settings.start_s)
+        except TimeoutError:
+            what = f"sandbox {sandbox.id} is being started by another call, for more than {self._settings.start_s:g} s"
+            raise SandboxRetryable(what, after_s=_RETRY_AFTER_S) from None
+        except SetupFailed as error:
+            raise explain_failure(error, sandbox_id=sandbox.id) from error
+        return sandbox
+
+    def _register(
+        self,
+        spec: SandboxSpec,
+        *,
+        sandbox_id: str,
+        labels: Mapping[str, str],
+        lease: Lease,
+        snapshot: _Snapshot | None,
+    ) -> MicroVmSandbox:
+        """Write the record, then take the sandbox into the books."""
+        if self.records.path(sandbox_id).exists():
+            raise SandboxIdInUse(f"a record of sandbox {sandbox_id} exists: another process's, or one to be swept")
+        record = self._record(sandbox_id, labels)
+        self._write(record)
+        sandbox = MicroVmSandbox(
+            sandbox_id,
+            spec=spec,
+            labels=labels,
+            lease=lease,
+            record=record,
+            home=self,
+            settings=self._settings,
+            order_kill=self._order_kill,
+            on_gone=self._on_inside_gone,
+            origin="" if snapshot is None else snapshot.ref.snapshot_id,
+            first_number=1 if snapshot is None else snapshot.next_number,
+        )
+        self._alive[sandbox_id] = sandbox
+        return sandbox
+
+    async def _start(self, sandbox: MicroVmSandbox, kept: Kept, snapshot: _Snapshot | None) -> None:
+        try:
+            sandbox.machine = await self._hypervisor.start(
+                kept,
+                name=sandbox.id,
+                on_started=lambda mark: self._note_first_process(sandbox, mark),
+                on_ended=lambda what: self._on_ended(sandbox, what),
+            )
+        except Exception as error:
+            if sandbox.record.first_process is None:  # no process: nobody will tell of its end
+                self._forget(sandbox, reason=DeathReason.START_FAILED, detail=str(error))
+            raise
+        if sandbox.ordered is not None:  # while there was no machine yet that could be killed
+            sandbox.machine.kill()
+        await sandbox.machine.resume()
+        connection = await sandbox.machine.connect()
+        await asyncio.get_running_loop().create_unix_connection(lambda: sandbox.line, sock=connection)
+        if snapshot is None:
+            sandbox.line.tell_machine({**fresh_word("make"), "order": order(sandbox.spec, layers=kept.layers)})
+            protections = await asyncio.shield(sandbox.channel.ready)
+        else:
+            await sandbox.line.say(fresh_word("go"), until="awake")
+            protections = snapshot.protections
+            if not sandbox.channel.ready.done():
+                sandbox.channel.ready.set_result(protections)
+        sandbox.became_ready(tuple(dict.fromkeys((*protections, self._hypervisor.protection))))
+        require(self._settings.minimum_isolation, known(sandbox.protections))
+        if self._observer is not None:
+            create_s, ready_s = sandbox.start_phases()
+            self._observer.started(create_s=create_s, ready_s=ready_s)
+
+    async def _put_down(self, sandbox: MicroVmSandbox) -> None:
+        """Remove what is left of a start that failed."""
+        if sandbox.death is not None:
+            return
+        try:
+            await asyncio.shield(asyncio.ensure_future(sandbox.kill(DeathReason.START_FAILED)))
+        except DeadlineExceeded:
+            return  # ordered; its record stays until its process is seen to end
+
+    # -- records -----------------------------------------------------------------------------------------------------
+
+    def _record(self, name: str, labels: Mapping[str, str], first: ProcessMark | None = None) -> DiskRecord:
+        return DiskRecord(
+            sandbox_id=name,
+            backend=self._hypervisor.backend,
+            owner=self._owner,
+            first_process=first,
+            labels=dict(labels),
+            created_wall_s=time.time(),
+        )
+
+    def _write(self, record: DiskRecord) -> None:
+        try:
+            self.records.write(record)
+        except OSError as error:
+            raise SandboxError(
+                f"the record of sandbox {record.sandbox_id} cannot be written ({error}), and nothing is started that "
+                f"could not be cleaned up. Make room in {self.records.directory}, or name another directory."
+            ) from error
+
+    def _note_template(self, name: str, mark: ProcessMark | None) -> None:
+        self._write(self._record(name, {"template": self._hypervisor.backend}, mark))
+
+    def _note_first_process(self, sandbox: MicroVmSandbox, mark: ProcessMark) -> None:
+        sandbox.first_process_s = asyncio.get_running_loop().time()
+        sandbox.record = msgspec.structs.replace(sandbox.record, first_process=mark)
+        self._write(sandbox.record)
+
+    # -- ends --------------------------------------------------------------------------------------------------------
+
+    def _order_kill(self, sandbox_id: str) -> None:
+        sandbox = self._alive.get(sandbox_id)
+        if sandbox is not None and sandbox.machine is not None:
+            sandbox.machine.kill()
+
+    def _on_inside_gone(self, sandbox: MicroVmSandbox, code: int, oom_kills: int) -> None:
+        """What runs inside has ended: its machine is of no use any more."""
+        sandbox.inside_ended = (code, oom_kills)
+        if sandbox.machine is not None:
+            sandbox.machine.kill()
+
+    def _on_ended(self, sandbox: MicroVmSandbox, what: str) -> None:
+        by_operator = self.records.kill_noted(sandbox.id)
+        if sandbox.inside_ended is None and sandbox.ordered is None and not by_operator:
+            self._forget(sandbox, reason=DeathReason.PROVIDER_LOST, detail=what)
+            return
+        code, oom_kills = sandbox.inside_ended or (0, 0)
+        end = explain_end(
+            ordered=sandbox.ordered,
+            exit_code=code,
+            usage={"oom_kills": oom_kills},
+            by_operator=by_operator,
+            memory_bytes=sandbox.spec.limits.memory_bytes,
+            complaint=sandbox.complaint,
+        )
+        self._forget(sandbox, reason=end.reason, detail=end.detail)
+
+    def _forget(self, sandbox: MicroVmSandbox, *, reason: DeathReason, detail: str) -> None:
+        """Close the books of a sandbox of which nothing is left."""
+        if sandbox.death is not None:
+            return
+        self._alive.pop(sandbox.id, None)
+        try:
+            self.records.remove(sandbox.id)  # if this fails the loop reports it, and a later sweep tries again
+        finally:
+            end = death(reason, detail=detail)
+            sandbox.ended(end)
+            if self._observer is not None:
+                self._observer.ended(end)
+            self._ends[sandbox.id] = sandbox.status()
+            while len(self._ends) > _REMEMBERED_ENDS:
+                self._ends.popitem(last=False)
+
+    # -- snapshots ---------------------------------------------------------------------------------------------------
+
+    async def snapshot_of(self, sandbox: NamespaceSandbox, *, id: str, stop_processes: bool, end: bool) -> SnapshotRef:
+        """Keep a sandbox as it is, with what runs in it."""
+        assert isinstance(sandbox, MicroVmSandbox)  # no other is made here
+        return (await self._take(sandbox, id=check_id(id), stop_processes=stop_processes, end=end, hidden=False)).ref
+
+    async def fork_of(
+        self,
+        sandbox: NamespaceSandbox,
+        ids: Sequence[str],
+        *,
+        lease: Lease,
+        labels: Mapping[str, str] | None,
+        stop_processes: bool,
+    ) -> tuple[MicroVmSandbox, ...]:
+        """Keep a sandbox for a moment, and start others from it."""
+        assert isinstance(sandbox, MicroVmSandbox)  # as above
+        if len(set(ids)) != len(ids):
+            raise SandboxIdInUse(f"each sandbox needs an id of its own, and these are {', '.join(ids)}")
+        snapshot = await self._take(
+            sandbox, id=f"fork-{os.urandom(8).hex()}", stop_processes=stop_processes, end=False, hidden=True
+        )
+        try:
+            made = await asyncio.gather(
+                *(self.restore(snapshot.ref, id=one, labels=labels, lease=lease) for one in ids), return_exceptions=True
+            )
+        finally:
+            await self.delete_snapshots([snapshot.ref.snapshot_id])
+        failures = [one for one in made if isinstance(one, BaseException)]
+        good = [one for one in made if isinstance(one, MicroVmSandbox)]
+        if failures:
+            await self.kill([one.id for one in good])
+            raise failures[0]
+        return tuple(good)
+
+    async def _take(
+        self, sandbox: MicroVmSandbox, *, id: str, stop_processes: bool, end: bool, hidden: bool
+    ) -> _Snapshot:
+        await sandbox.awake()
+        if id in self._snapshots or id in self._taking:
+            raise SandboxIdInUse(f"there is a snapshot {id} already; choose another id")
+        self._check_room()
+        if stop_processes:
+            await sandbox.stop_processes()
+        self._taking.add(id)
+        try:
+            usage = await sandbox.usage()
+            sandbox.begin_snapshot()
+            try:
+                kept = await sandbox.keep(end=end)
+            finally:
+                sandbox.end_snapshot()
+        finally:
+            self._taking.discard(id)
+        ref = SnapshotRef(
+            snapshot_id=id,
+            backend=self._hypervisor.backend,
+            spec=sandbox.spec,
+            disk_bytes=usage.disk_bytes or 0,
+            inodes=usage.inodes or 0,
+            created_wall_s=time.time(),
+        )
+        snapshot = _Snapshot(
+            ref=ref, kept=kept, protections=sandbox.protections, next_number=sandbox.line.next_number, hidden=hidden
+        )
+        self._snapshots[id] = snapshot
+        if end:
+            await sandbox.kill()
+        return snapshot
+
+    def _check_room(self) -> None:
+        held = sum(one.kept.size_bytes for one in self._snapshots.values())
+        if held >= self._settings.snapshot_bytes:
+            raise SandboxRetryable(
+                f"snapshots take {held} bytes, and may take {self._settings.snapshot_bytes} (snapshot_bytes); delete "
+                "some, or raise it",
+                after_s=_RETRY_AFTER_S,
+            )
+
+    def _find(self, snapshot_id: str) -> _Snapshot:
+        try:
+            return self._snapshots[snapshot_id]
+        except KeyError:
+            raise ImageError(f"there is no snapshot {snapshot_id} here, or it was deleted") from None
+
+
+def order(spec: SandboxSpec, *, layers: int) -> dict[str, Any]:
+    """Return what the zygote inside a machine is ordered to make."""
+    limits = spec.limits
+    processes = limits.pids + 1  # its agent is one
+    plan = {
+        "name": SANDBOX,
+        "lowers": [f"{IMAGES}/{number}" for number in range(layers)],
+        "layers": [],
+        "lent": [],
+        "expose": [],
+        "all_users": True,
+        "size_bytes": max(_LEAST_BYTES, limits.disk_bytes),
+        "inodes": max(_LEAST_INODES, limits.inodes),
+        "seccomp": True,
+        "landlock": True,
+        "limits": {
+            "pids": processes,
+            "open_files": limits.open_files,
+            "disk_bytes": limits.disk_bytes,
+            "cpu_s": limits.cpu_s,
+            "memory_bytes": limits.memory_bytes,
+        },
+    }
+    caps = {"memory_bytes": limits.memory_bytes, "pids": processes, "cpus": limits.cpus}
+    return {
+        "op": "create",
+        "id": SANDBOX,
+        "id_base": ID_BASE,
+        "groups": [(2, GROUP)],
+        "caps": caps,
+        "record": "/run/record",
+        "plan": plan,
+    }

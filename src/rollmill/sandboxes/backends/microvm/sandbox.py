@@ -1,0 +1,145 @@
+"""One sandbox in a machine of its own, as its owner holds it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Protocol, TypeVar
+
+from rollmill.errors import DeadlineExceeded, SandboxError, SandboxUnsupported
+from rollmill.sandboxes.backends.microvm.channel import MachineChannel, fresh_word
+from rollmill.sandboxes.backends.microvm.hypervisor import Kept, Machine
+from rollmill.sandboxes.backends.namespaces.sandbox import NamespaceSandbox, SnapshotHome
+from rollmill.sandboxes.disk_records import DiskRecord
+from rollmill.sandboxes.guest.cgroups import Groups
+from rollmill.sandboxes.records import DeathReason, Lease, SandboxSpec, SandboxState
+
+T = TypeVar("T")
+
+_ALL_GROUPS_ARE_INSIDE = Groups(())
+
+
+class Durations(Protocol):
+    """The settings that a sandbox looks at."""
+
+    @property
+    def start_s(self) -> float: ...  # noqa: D102
+
+    @property
+    def answer_s(self) -> float: ...  # noqa: D102
+
+    @property
+    def end_s(self) -> float: ...  # noqa: D102
+
+
+class MicroVmSandbox(NamespaceSandbox):
+    """One sandbox. Programs, files and sessions are those of a namespace sandbox; its life is a machine's.
+
+    Args:
+        sandbox_id: its id.
+        spec: what it was made of.
+        labels: as given.
+        lease: the first one.
+        record: what is on disk.
+        home: takes snapshots.
+        settings: how long things may take.
+        order_kill: ends its machine.
+        on_gone: called when what runs inside has ended though the machine has not.
+        origin: the snapshot that it was restored from, empty if none.
+        first_number: see `MachineChannel`.
+    """
+
+    def __init__(
+        self,
+        sandbox_id: str,
+        *,
+        spec: SandboxSpec,
+        labels: Mapping[str, str],
+        lease: Lease,
+        record: DiskRecord,
+        home: SnapshotHome,
+        settings: Durations,
+        order_kill: Callable[[str], None],
+        on_gone: Callable[[MicroVmSandbox, int, int], None],
+        origin: str = "",
+        first_number: int = 1,
+    ) -> None:
+        super().__init__(
+            sandbox_id,
+            spec=spec,
+            labels=labels,
+            lease=lease,
+            groups=_ALL_GROUPS_ARE_INSIDE,
+            start_s=settings.start_s,
+            answer_s=settings.answer_s,
+            end_s=settings.end_s,
+            order_kill=order_kill,
+            record=record,
+            home=home,
+            origin=origin,
+        )
+        self.machine: Machine | None = None
+        self.inside_ended: tuple[int, int] | None = None
+        self.line = MachineChannel(
+            on_nonsense=self.distrust, on_gone=lambda *end: on_gone(self, *end), first_number=first_number
+        )
+        self.channel = self.line
+
+    async def pause(self) -> None:
+        """Stop its machine's processors; memory stays taken."""
+        await self.awake_or_paused()
+        if self._state is SandboxState.READY and self.machine is not None:
+            self._state = SandboxState.PAUSED
+            try:
+                await self._bounded(self.machine.pause(), "stop")
+            except SandboxError:
+                self._back_from(SandboxState.PAUSED)
+                raise
+
+    async def resume(self) -> None:
+        """Let them go on."""
+        self._check_alive()
+        if self._state is SandboxState.PAUSED and self.machine is not None:
+            await self._bounded(self.machine.resume(), "go on")
+            self._back_from(SandboxState.PAUSED)
+
+    async def keep(self, *, end: bool) -> Kept:
+        """Keep the machine as it is now, and let it go on unless it is to end.
+
+        What is on its way to or from the agent arrives first, so that a copy begins between two frames.
+        """
+        assert self.machine is not None  # a sandbox that is ready has one
+        self.line.hold()
+        try:
+            await self._bounded(self.line.say({"vm": "hush"}, until="hushed"), "be still")
+            await self._bounded(self.machine.pause(), "stop")
+            kept = await self._bounded(self.machine.keep(end=end), "be kept")
+            if not end:
+                await self._bounded(self.machine.resume(), "go on")
+                await self._bounded(self.line.say(fresh_word("go"), until="awake"), "go on")
+            return kept
+        finally:
+            self.line.let_go()
+
+    async def stop_processes(self) -> None:
+        """Kill what runs; sessions too."""
+        result = await self.exec(["sh", "-c", "kill -KILL -1"], timeout_s=self._answer_s)
+        if result.exit_code in (126, 127):
+            raise SandboxUnsupported(
+                "what runs is stopped by the image's sh, and it has none; snapshots here keep processes anyway",
+                capability="stop_processes",
+            )
+
+    def _back_from(self, state: SandboxState) -> None:
+        if self._state is state:
+            self._state = SandboxState.READY
+
+    async def _bounded(self, what: Awaitable[T], name: str) -> T:
+        try:
+            return await asyncio.wait_for(what, self._answer_s)
+        except TimeoutError:
+            self.distrust(f"its machine did not {name} within {self._answer_s:g} s", DeathReason.PROVIDER_LOST)
+            raise DeadlineExceeded(
+                f"the machine of sandbox {self._id} did not {name} within {self._answer_s:g} s, and is ended; the host "
+                "is overloaded, or its hypervisor hangs"
+            ) from None
