@@ -29,6 +29,9 @@ _GONE, _NO_TOOL, _NO_ROOM = 50, 49, 48
 _INLINE_BYTES = 48 * 1024
 _PIECE_BYTES = 4 * 1024 * 1024
 _TURN_S = 0.02
+_FIRST_WAIT_S = 0.3
+"""What the call that starts a program waits for its end: most end by then, and its timeout is kept from here."""
+
 _LOOKS_AGAIN = 4
 
 PROBE = """
@@ -82,22 +85,24 @@ while [ ! -s "$d/pid" ] && [ ! -e "$d/code" ] && [ $n -lt 150 ]; do n=$((n + 1))
 """
 
 _LOOK = """
-z() { [ -e "$1" ] && wc -c <"$1" || echo 0; }
+z() { [ -s "$1" ] && wc -c <"$1" || echo 0; }
 [ -d "$d" ] || exit 50
 n=0
 while :; do
-  a=1; kill -0 "$(cat "$d/sup")" 2>/dev/null || a=0
-  c=-; [ ! -e "$d/code" ] || c=$(cat "$d/code")
+  a=1 q=; read -r q <"$d/sup" && kill -0 "$q" 2>/dev/null || a=0
+  c=-; [ ! -e "$d/code" ] || read -r c <"$d/code"
+  [ "$c" = - ] && [ $a = 1 ] && [ $n -lt "$w" ] || break
   s=$(z "$d/out") f=$(z "$d/err")
-  [ "$c" = - ] && [ $a = 1 ] && [ "$s" -le "$o" ] && [ "$f" -le "$e" ] && [ $n -lt "$w" ] || break
-  n=$((n + 1)); sleep 0.02
+  [ "$s" -le "$o" ] && [ "$f" -le "$e" ] || break
+  if [ $n -lt 10 ]; then n=$((n + 1)); sleep 0.02; else n=$((n + 5)); sleep 0.1; fi
 done
+s=$(z "$d/out") f=$(z "$d/err")
 if [ "$c" != - ]; then
   n=0
   while { [ ! -e "$d/out.end" ] || [ ! -e "$d/err.end" ]; } && [ $n -lt 15 ]; do n=$((n + 1)); sleep 0.02; done
   s=$(z "$d/out") f=$(z "$d/err")
 fi
-p=$(cat "$d/pid" 2>/dev/null) || p=-
+p=; [ ! -e "$d/pid" ] || read -r p <"$d/pid"
 echo "$c $a ${p:--} $s $f"
 [ "$s" -le "$o" ] || tail -c +$((o + 1)) "$d/out" | head -c "$b" | base64
 echo .
@@ -127,7 +132,8 @@ exit "$c"
 
 
 _MERGED = """
-s=$1 f=/tmp/.rollmill.$$; shift
+s=$1 f=/var/tmp/.rollmill.$$; shift
+mkdir -p /var/tmp
 sh -c "$s" sh "$@" 2>"$f"
 c=$?
 echo; echo --rollmill--
@@ -360,7 +366,8 @@ class JobGuest:
         source, text = await self._input(command.stdin, directory)
         environment = {"PATH": PATH, "HOME": self._home, **command.env}
         assigned = [f"{name}={value}" for name, value in environment.items()]
-        waits = str(int(self._wait_s / _TURN_S)) if command.stdin is not None else "0"
+        wait_s = min(self._wait_s, _FIRST_WAIT_S, command.timeout_s or _FIRST_WAIT_S)
+        waits = str(int(wait_s / _TURN_S)) if command.stdin is not None else "0"
         arguments = [
             *(directory, "0", "0", str(_PIECE_BYTES), waits),
             *(_SUPERVISE, source, text, str(command.most_bytes + 1)),

@@ -46,6 +46,7 @@ class HostedProcess:
         running: as the vendor's adapter started it.
         command: what was started.
         cap_bytes: kept of each stream.
+        started_s: of the loop's clock, when the vendor was asked to start it.
         answer_s: how late the vendor may be with the end of a program that was killed.
         spawn: starts a task that the sandbox holds.
         explain: returns what a lost connection or sandbox means.
@@ -57,6 +58,7 @@ class HostedProcess:
         command: Command,
         *,
         cap_bytes: int,
+        started_s: float,
         answer_s: float,
         spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
         explain: Callable[[RollmillError], Awaitable[Exception]],
@@ -68,7 +70,7 @@ class HostedProcess:
         self._spawn = spawn
         self._explain = explain
         self._loop = asyncio.get_running_loop()
-        self._started_s = self._loop.time()
+        self._started_s = started_s
         self._kept = {"stdout": bytearray(), "stderr": bytearray()}
         self._produced = {"stdout": 0, "stderr": 0}
         self._chunks: list[tuple[str, bytes]] = []
@@ -79,7 +81,7 @@ class HostedProcess:
         # Whoever does not wait for it need not hear of its failure a second time, from the loop.
         self.ended.add_done_callback(lambda future: None if future.cancelled() else future.exception())
         if command.timeout_s is not None:
-            self._timers.append(self._loop.call_later(command.timeout_s, self.kill, "timeout"))
+            self._timers.append(self._loop.call_at(started_s + command.timeout_s, self.kill, "timeout"))
         self._pump = spawn(self._follow())
         if command.stdin is not None:
             spawn(feed(running, command.stdin))

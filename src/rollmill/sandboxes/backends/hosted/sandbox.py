@@ -440,6 +440,7 @@ class HostedSandbox(HostedFileCalls):
             self._calls -= 1
 
     async def _begin(self, guest: Guest, command: Command, cap: int) -> HostedProcess:
+        started_s = self._loop.time()
         try:
             async with asyncio.timeout(self._settings.call_s):
                 running = await self.ask(guest.start(command))
@@ -452,6 +453,7 @@ class HostedSandbox(HostedFileCalls):
             running,
             command,
             cap_bytes=cap,
+            started_s=started_s,
             answer_s=self._settings.answer_s,
             spawn=self.spawn,
             explain=self.explain,
