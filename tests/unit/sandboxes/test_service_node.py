@@ -107,6 +107,63 @@ def test_a_call_wakes_a_paused_sandbox_if_its_creator_chose_so_however_many_come
     at_node(scenario)
 
 
+class Storing:
+    """A provider whose snapshots take a while after they have ended their sandbox."""
+
+    def __init__(self, inner: FakeSandboxProvider, *, takes_s: float) -> None:
+        self._inner, self._takes_s = inner, takes_s
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    async def create(self, *args: Any, **kwargs: Any) -> Any:
+        sandbox = await self._inner.create(*args, **kwargs)
+        snapshot = sandbox.snapshot
+
+        async def slowly(**options: Any) -> Any:
+            ref = await snapshot(**options)
+            await asyncio.sleep(self._takes_s)
+            return ref
+
+        sandbox.snapshot = slowly  # type: ignore[method-assign]
+        return sandbox
+
+
+def test_a_sandbox_that_is_being_stored_is_not_taken_for_dead_nor_lost_when_its_caller_has_no_more_time():
+    async def scenario(node: Node, provider: FakeSandboxProvider) -> None:
+        slow: Any = Storing(provider, takes_s=8.0)
+        node._provider = slow
+        served = await node.create(order())
+        await served.sandbox.write("/state", b"kept")
+        pausing = asyncio.ensure_future(node.pause(served.id, keep_memory=False))
+        await asyncio.sleep(1.0)
+        assert served.sandbox.death is not None
+        assert node.get(served.id) is served
+        with pytest.raises(DeadlineExceeded, match="the pause of sandbox"):
+            await pausing
+        await asyncio.sleep(5.0)
+        assert (served.standing, len(await provider.snapshots())) == (Standing.PAUSED, 1)
+        await node.connect(served.id, timeout_s=50.0)
+        assert await served.sandbox.read("/state") == b"kept"
+        assert await provider.snapshots() == ()
+
+    at_node(scenario, transition_s=5.0)
+
+
+def test_what_was_stored_of_a_sandbox_that_ended_meanwhile_is_removed():
+    async def scenario(node: Node, provider: FakeSandboxProvider) -> None:
+        slow: Any = Storing(provider, takes_s=8.0)
+        node._provider = slow
+        served = await node.create(order())
+        with pytest.raises(DeadlineExceeded):
+            await node.pause(served.id, keep_memory=False)
+        await node.kill(served.id)
+        await asyncio.sleep(5.0)
+        assert (served.standing, await provider.snapshots()) == (Standing.ENDED, ())
+
+    at_node(scenario, transition_s=5.0)
+
+
 def test_a_pause_and_a_kill_at_once_follow_each_other():
     async def scenario(node: Node, provider: FakeSandboxProvider) -> None:
         served = await node.create(order())

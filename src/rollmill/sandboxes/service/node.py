@@ -75,6 +75,7 @@ class Served:
         token: opens its files and programs.
         end_s: when its timeout ends, on the loop's clock.
         files: what is kept of it while it is paused without its memory.
+        storing: whether that is being made, and the sandbox may have ended for it.
         lives: how often it was started; the backend's own id of it changes each time.
     """
 
@@ -94,6 +95,7 @@ class Served:
         self.timer: asyncio.TimerHandle | None = None
         self.turn = asyncio.Lock()
         self.files: SnapshotRef | None = None
+        self.storing = False
         self.lives = 0
         self._sandbox: Sandbox | None = None
 
@@ -214,7 +216,7 @@ class Node:
         return served
 
     def _alive(self, served: Served) -> bool:
-        if served.files is not None or served.sandbox.death is None:
+        if served.storing or served.files is not None or served.sandbox.death is None:
             return True
         self._forget(served)
         return False
@@ -412,12 +414,33 @@ class Node:
             await self._pause(served, keep_memory=keep_memory)
 
     async def _pause(self, served: Served, *, keep_memory: bool) -> None:
-        if keep_memory:
-            await served.sandbox.pause()
-            await served.sandbox.renew(self._lease(self.settings.paused_ttl_s))
-        else:
-            name = f"{served.id}-files-{served.lives}"
-            served.files = await served.sandbox.snapshot(id=name, stop_processes=True, end=True)
+        if not keep_memory:
+            await self._store(served)
+            return
+        await served.sandbox.pause()
+        await served.sandbox.renew(self._lease(self.settings.paused_ttl_s))
+        self._paused(served)
+
+    async def _store(self, served: Served) -> None:
+        """Keep a sandbox's files and end it; carried through if whoever asked has no more time."""
+        name = f"{served.id}-files-{served.lives}"
+        storing = asyncio.ensure_future(served.sandbox.snapshot(id=name, stop_processes=True, end=True))
+        served.storing = True
+
+        def stored(done: asyncio.Future[SnapshotRef]) -> None:
+            served.storing = False
+            if done.cancelled() or done.exception() is not None:
+                return
+            if served.id not in self._served:  # ended meanwhile
+                self.run(self._provider.delete_snapshots([name]), name=f"end of {name}")
+                return
+            served.files = done.result()
+            self._paused(served)
+
+        storing.add_done_callback(stored)
+        await asyncio.shield(storing)
+
+    def _paused(self, served: Served) -> None:
         served.standing = Standing.PAUSED
         self._set_end(served, self._loop.time() + self.settings.paused_ttl_s)
 
