@@ -595,7 +595,8 @@ def test_whatever_is_done_at_once_only_what_is_held_is_left(tmp_path, rig, on_di
                 await until(lambda mounts=mounts: "/layer-" not in mounts.read_text(encoding="utf-8"))
             assert len(os.listdir(f"/proc/{zygote}/fd")) == 6  # standard streams, owner, orders, shelf
             if directory is not None:
-                await until(lambda: not os.listdir(directory / "layers"))
+                layers = directory / "layers"
+                await until(lambda: not os.listdir(layers))
                 assert os.listdir(directory / "snapshots") == []
 
         own.run(body)
