@@ -8,7 +8,7 @@ import pytest
 from test_sandbox_contract import *  # noqa: F403
 from test_sandbox_state_contract import *  # noqa: F403
 
-from gvisor_builders import GvisorRig, gvisor_rig, why_no_gvisor
+from gvisor_builders import GvisorRig, gvisor_rig, need_gvisor
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
@@ -18,7 +18,6 @@ del test_an_owner_that_holds_signals_back_hands_no_block_down  # noqa: F821
 
 @pytest.fixture(scope="module")
 def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GvisorRig]:
-    if reason := why_no_gvisor(tmp_path_factory.mktemp("probe")):
-        pytest.skip(f"no gVisor sandboxes here: {reason}")
+    need_gvisor(tmp_path_factory.mktemp("probe"))
     with gvisor_rig(tmp_path_factory.mktemp("records")) as rig:
         yield rig

@@ -20,6 +20,10 @@ def verdict(machine: str, number: int, *arguments: int, architecture: int | None
     """Run the program as the kernel does, on the data that a call hands to it."""
     program = seccomp.program(machine)
     assert program is not None
+    return run(program, machine, number, *arguments, architecture=architecture)
+
+
+def run(program: bytes, machine: str, number: int, *arguments: int, architecture: int | None = None) -> int:
     padded = (*arguments, 0, 0, 0, 0, 0, 0)[:6]
     architecture = ARCHITECTURES[machine] if architecture is None else architecture
     data = struct.pack("<IIQ6Q", number, architecture, 0, *padded)
@@ -89,3 +93,38 @@ def test_the_list_has_the_same_calls_everywhere_but_those_that_one_architecture_
         "create_module", "query_module", "get_kernel_syms", "iopl", "ioperm", "uselib", "modify_ldt", "sysctl",
     }  # fmt: skip
     assert set(seccomp.REFUSED["aarch64"]) <= set(seccomp.REFUSED["x86_64"])
+
+
+KILL_CALLS = {"x86_64": (62, 200, 129, 302, 434), "aarch64": (129, 130, 138, 261, 434)}
+PAIR_CALLS = {"x86_64": (234, 297), "aarch64": (131, 240)}
+FCNTL = {"x86_64": 72, "aarch64": 25}
+
+
+@pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
+class TestGuard:
+    def guarded(self, machine, number, *arguments):
+        return run(seccomp.guard(machine), machine, number, *arguments)
+
+    def test_calls_aimed_at_the_first_process_are_refused_and_at_others_pass(self, machine):
+        for number in KILL_CALLS[machine]:
+            assert self.guarded(machine, number, 1, 9) == errno_of(1)
+            # Only the lower half is a process id for the kernel.
+            assert self.guarded(machine, number, 0x7_0000_0001, 9) == errno_of(1)
+            assert [self.guarded(machine, number, pid, 1) for pid in (0, 2, 11, 2**64 - 1)] == [ALLOW] * 4
+
+    def test_a_thread_of_the_first_process_is_refused_by_either_number(self, machine):
+        for number in PAIR_CALLS[machine]:
+            assert [self.guarded(machine, number, *ids, 9) for ids in ((1, 1), (1, 2), (2, 1))] == [errno_of(1)] * 3
+            assert self.guarded(machine, number, 2, 2, 1) == ALLOW
+
+    def test_a_signal_cannot_be_ordered_for_later(self, machine):
+        refused = [self.guarded(machine, FCNTL[machine], 5, command, 2) for command in (8, 10, 15)]
+        refused += [self.guarded(machine, IOCTL[machine], 5, request) for request in (0x8901, 0x8902)]
+        assert refused == [errno_of(1)] * 5
+        assert self.guarded(machine, FCNTL[machine], 5, 3) == ALLOW  # F_GETFL
+        assert self.guarded(machine, IOCTL[machine], 5, 0x5413) == ALLOW
+
+    def test_all_else_passes_and_another_architecture_kills(self, machine):
+        assert self.guarded(machine, READ[machine], 1, 1) == ALLOW
+        other = ARM if machine == "x86_64" else X86
+        assert run(seccomp.guard(machine), machine, READ[machine], architecture=other) == KILL

@@ -73,7 +73,12 @@ def configuration(
         "mounts": [
             {"destination": "/proc", "type": "proc", "source": "proc"},
             {"destination": "/sys", "type": "sysfs", "source": "sysfs", "options": ["nosuid", "nodev", "noexec", "ro"]},
-            {"destination": "/dev", "type": "tmpfs", "source": "tmpfs", "options": ["nosuid", "mode=755"]},
+            {
+                "destination": "/dev",
+                "type": "tmpfs",
+                "source": "tmpfs",
+                "options": ["nosuid", "mode=755"],
+            },
             {"destination": "/dev/pts", "type": "devpts", "source": "devpts", "options": terminals},
             {"destination": "/dev/shm", "type": "bind", "source": shared_memory, "options": ["nosuid", "nodev"]},
         ],

@@ -34,7 +34,8 @@ _SHARED = "/tmp/shm"
 _IMAGE = "/tmp/memory"
 _OWN_BYTES = 16 * 1024 * 1024
 _PROTECTIONS = (
-    "namespaces", "user_namespace", "no_network", "capabilities_dropped", "no_new_privileges", "seccomp", "own_kernel",
+    "namespaces", "user_namespace", "no_network", "no_nested_namespaces", "capabilities_dropped", "no_new_privileges",
+    "seccomp", "own_kernel",
 )  # fmt: skip
 
 

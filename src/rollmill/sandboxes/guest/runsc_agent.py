@@ -15,7 +15,7 @@ import socket
 from contextlib import suppress
 from typing import Any
 
-from rollmill.sandboxes.guest import kernel
+from rollmill.sandboxes.guest import kernel, seccomp
 from rollmill.sandboxes.guest.agent import Agent, written_counts
 from rollmill.sandboxes.guest.frames import encode
 from rollmill.sandboxes.guest.oci import KEEP_TMP
@@ -84,6 +84,10 @@ def main(text: str) -> None:
         signal.signal(number, signal.SIG_DFL)
     kernel.set_no_new_privileges()
     kernel.set_dumpable(False)
+    kernel.set_name("sandbox-agent")
+    kernel.install_filter(seccomp.guard(kernel.machine()))
+    if (program := seccomp.program(kernel.machine())) is not None:
+        kernel.install_filter(program)
     with suppress(FileNotFoundError, NotADirectoryError):
         os.unlink(f"/{KEEP_TMP}")
     connection = socket.socket(fileno=owner)

@@ -105,6 +105,55 @@ def _ioctl_rule() -> list[bytes]:
     return [*body, _one(_RETURN, _ALLOW)]
 
 
+# For a kernel that lets root signal, or bound, the first process of its namespace, as gVisor's does.
+_AIMED = {
+    "x86_64": {"kill": 62, "tkill": 200, "rt_sigqueueinfo": 129, "prlimit64": 302, "pidfd_open": 434},
+    "aarch64": {"kill": 129, "tkill": 130, "rt_sigqueueinfo": 138, "prlimit64": 261, "pidfd_open": 434},
+}
+_AIMED_TWICE = {
+    "x86_64": {"tgkill": 234, "rt_tgsigqueueinfo": 297},
+    "aarch64": {"tgkill": 131, "rt_tgsigqueueinfo": 240},
+}
+_FCNTL = {"x86_64": 72, "aarch64": 25}
+_F_SETOWN, _F_SETSIG, _F_SETOWN_EX = 8, 10, 15
+_FIOSETOWN, _SIOCSPGRP = 0x8901, 0x8902
+_FIRST = 1
+
+
+def _header(machine: str) -> list[bytes]:
+    return [
+        _one(_LOAD, _ARCHITECTURE_AT),
+        _one(_EQUAL, _AUDIT_ARCHITECTURE[machine], then=1),
+        _one(_RETURN, _KILL_PROCESS),
+        _one(_LOAD, _NUMBER_AT),
+    ]
+
+
+def _refuse_values(index: int, values: tuple[int, ...]) -> list[bytes]:
+    body = [_argument(index)]
+    for value in values:
+        body += [_one(_EQUAL, value, otherwise=1), _refuse(EPERM)]
+    return body
+
+
+@functools.cache
+def guard(machine: str) -> bytes:
+    """Return a filter, to be installed beside the other one, that leaves the first process alone.
+
+    A signal can also be ordered for later, as the news of a descriptor; whose it is stands in memory that a filter does
+    not see, so that way is closed for all.
+    """
+    lines = _header(machine)
+    passes = _one(_RETURN, _ALLOW)
+    for call in sorted(_AIMED[machine].values()):
+        lines += _rule(call, [*_refuse_values(0, (_FIRST,)), passes])
+    for call in sorted(_AIMED_TWICE[machine].values()):
+        lines += _rule(call, [*_refuse_values(0, (_FIRST,)), *_refuse_values(1, (_FIRST,)), passes])
+    lines += _rule(_FCNTL[machine], [*_refuse_values(1, (_F_SETOWN, _F_SETSIG, _F_SETOWN_EX)), passes])
+    lines += _rule(_CHECKED[machine]["ioctl"], [*_refuse_values(1, (_FIOSETOWN, _SIOCSPGRP)), passes])
+    return b"".join([*lines, passes])
+
+
 @functools.cache
 def program(machine: str) -> bytes | None:
     """Return the filter for an architecture, or `None` where its numbers are not known.
@@ -115,10 +164,7 @@ def program(machine: str) -> bytes | None:
         return None
     checked = _CHECKED[machine]
     lines = [
-        _one(_LOAD, _ARCHITECTURE_AT),
-        _one(_EQUAL, _AUDIT_ARCHITECTURE[machine], then=1),
-        _one(_RETURN, _KILL_PROCESS),
-        _one(_LOAD, _NUMBER_AT),
+        *_header(machine),
         # Also refuses the x32 calls, whose numbers begin at 2**30.
         _one(_GREATER, LAST_KNOWN_CALL, otherwise=1),
         _refuse(ENOSYS),

@@ -12,8 +12,7 @@ from rollmill.sandboxes.backends.gvisor.settings import GvisorSettings
 from rollmill.sandboxes.doctor import Diagnosis, examine
 from rollmill.sandboxes.isolation import IsolationLevel, Protection
 
-# Namespaces that are made inside are the sandbox's own kernel's affair.
-_WITHOUT = (Protection.LANDLOCK, Protection.NO_NESTED_NAMESPACES, Protection.VIRTUAL_MACHINE)
+_WITHOUT = (Protection.LANDLOCK, Protection.VIRTUAL_MACHINE)
 
 
 async def diagnose_gvisor(settings: GvisorSettings) -> Diagnosis:
