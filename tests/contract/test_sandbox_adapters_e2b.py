@@ -16,6 +16,7 @@ from rollmill.errors import (
     CreateUnknown,
     ImageError,
     IsolationError,
+    SandboxBusy,
     SandboxDead,
     SandboxError,
     SandboxIdInUse,
@@ -153,12 +154,13 @@ def test_a_creation_without_an_answer_can_be_attached_to_or_asked_for_again(rig)
 def test_a_creation_that_takes_too_long_is_unknown(rig):
     async def body(provider: Provider) -> None:
         slow = reopened(provider, start_s=0.2)
+        began = len(rig.fake.machines)
         rig.fake.server.faults.append(Fault("POST /v2/sandboxes", delay_s=0.4))
         name = new_id()
         with pytest.raises(CreateUnknown, match=r"limit 0\.2 s"):
             await start(slow, id=name)
         await slow.close()
-        await asyncio.sleep(0.3)
+        await until(lambda: len(rig.fake.machines) > began)  # carried out after all
         await provider.kill([name])
         assert alive(rig) == []
 
@@ -253,6 +255,28 @@ def test_an_unknown_user_is_unsupported(rig):
         with pytest.raises(SandboxUnsupported, match="nosuch"):
             await sandbox.exec(["true"], user="nosuch")
         await sandbox.kill()
+
+    rig.run(body)
+
+
+def test_what_runs_is_stopped_for_a_snapshot_only_when_that_is_asked_for(rig):
+    async def body(provider: Provider) -> None:
+        sandbox = await start(provider)
+        await sandbox.write("/tmp/a", b"kept")
+        process = await sandbox.start_process(["sleep", "600"])
+        with pytest.raises(SandboxBusy, match="1 process run"):
+            await sandbox.snapshot(id=new_id())
+        assert process.ended.done() is False
+        ref = await sandbox.snapshot(id=new_id(), stop_processes=True)
+        result = await process.wait()
+        assert (result.exit_code, result.killed_by) == (-9, "owner")
+        other = reopened(provider)
+        copy = await other.restore(ref, id=new_id(), lease=Lease(owner="x"))  # found by its name
+        assert await copy.read("/tmp/a") == b"kept"
+        await other.close()
+        await sandbox.kill()
+        await provider.delete_snapshots([ref.snapshot_id])
+        assert rig.fake.snapshots == {}
 
     rig.run(body)
 
