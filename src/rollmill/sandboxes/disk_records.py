@@ -17,6 +17,9 @@ import msgspec
 from rollmill.errors import ConfigError, SandboxError
 from rollmill.sandboxes.records import Record
 
+MACHINE_SUFFIX = ".machine"
+"""Ends the names of directories here that a running sandbox needs; one without a record is nobody's."""
+
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 
 
@@ -106,6 +109,21 @@ def default_directory() -> Path:
     return Path(f"/tmp/rollmill-{os.geteuid()}/sandboxes")
 
 
+def check_private(directory: Path) -> None:
+    """Refuse a directory that somebody else could fill or exchange: what is in it is believed.
+
+    Raises:
+        ConfigError: if it, or the one above it, belongs to another user.
+        OSError: if it cannot be looked at.
+    """
+    owner, above = directory.stat().st_uid, directory.parent.stat().st_uid
+    if owner != os.geteuid():
+        raise ConfigError(f"{directory} belongs to user {owner}, not to {os.geteuid()}; name another directory.")
+    if above not in (0, os.geteuid()):
+        # Who owns the directory above could put records of their own in its place, and a sweep kills by them.
+        raise ConfigError(f"{directory.parent} belongs to user {above}, who could exchange what is in it.")
+
+
 class DiskRecords:
     """The records of one directory.
 
@@ -117,16 +135,11 @@ class DiskRecords:
         self.directory = directory
         try:
             directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-            owner, above = directory.stat().st_uid, directory.parent.stat().st_uid
+            check_private(directory)
         except OSError as error:
             raise ConfigError(
                 f"records of sandboxes cannot be kept in {directory}: {error}. Name another one."
             ) from error
-        if owner != os.geteuid():
-            raise ConfigError(f"{directory} belongs to user {owner}, not to {os.geteuid()}; name another directory.")
-        if above not in (0, os.geteuid()):
-            # Who owns the directory above could put records of their own in its place, and a sweep kills by them.
-            raise ConfigError(f"{directory.parent} belongs to user {above}, who could exchange the records in it.")
 
     def path(self, sandbox_id: str) -> Path:
         """Return where a record is."""

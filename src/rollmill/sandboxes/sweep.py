@@ -7,10 +7,11 @@ not rely on that: it kills the first process and the groups itself, and keeps th
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import time
 
-from rollmill.sandboxes.disk_records import DiskRecord, DiskRecords, ProcessMark, is_alive, orphans
+from rollmill.sandboxes.disk_records import MACHINE_SUFFIX, DiskRecord, DiskRecords, ProcessMark, is_alive, orphans
 from rollmill.sandboxes.guest.cgroups import Groups
 from rollmill.sandboxes.records import Record
 
@@ -86,11 +87,14 @@ def _nothing_left(record: DiskRecord) -> bool:
 
 
 def _forget_scratch(records: DiskRecords) -> None:
-    """Remove half-written records of processes that are gone, and kill notes of sandboxes that are."""
+    """Remove half-written records of processes that are gone, and notes and directories of sandboxes that are."""
     for path in records.directory.glob("*.tmp*"):
         writer = path.suffix.removeprefix(".tmp")
         if writer.isdigit() and not os.path.exists(f"/proc/{writer}"):
             path.unlink(missing_ok=True)
+    for path in records.directory.glob(f"*{MACHINE_SUFFIX}"):
+        if not path.with_suffix(".json").exists():
+            shutil.rmtree(path, ignore_errors=True)  # what stays is tried again by the next sweep
     for path in records.directory.glob("*.kill"):
         if not path.with_suffix(".json").exists():
             path.unlink(missing_ok=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
 import time
 from collections.abc import Callable
 from typing import Any
@@ -45,6 +46,10 @@ class MachineChannel(AgentChannel):
     def next_number(self) -> int:
         """Return a number above all that were used."""
         return self._next + 1
+
+    async def attach(self, connection: socket.socket) -> None:
+        """Talk over this connection from now on; the one before, if any, ended with a whole frame."""
+        await asyncio.get_running_loop().create_unix_connection(lambda: self, sock=connection)
 
     def expect(self, word: str) -> asyncio.Future[None]:
         """Return what is done when the machine says a word; the caller bounds the wait."""

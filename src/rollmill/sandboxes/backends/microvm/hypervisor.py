@@ -49,10 +49,16 @@ class Kept(Protocol):
 
 
 class Machine(Protocol):
-    """One machine that runs."""
+    """One machine that runs.
+
+    Attributes:
+        keeps_line: whether the connection to its agent outlives `keep`; else there must be a new one.
+    """
+
+    keeps_line: bool
 
     async def connect(self) -> socket.socket:
-        """Return the connection to its agent, not blocking."""
+        """Return the connection to its agent, not blocking; wait until there is one, and the caller bounds the wait."""
         ...
 
     async def pause(self) -> None:

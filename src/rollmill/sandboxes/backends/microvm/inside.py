@@ -18,6 +18,7 @@ import signal
 import socket
 import struct
 import time
+from collections.abc import Callable
 from typing import Any
 
 from rollmill.sandboxes.guest import kernel
@@ -138,9 +139,11 @@ class Bridge:
     Args:
         line: to the owner.
         zygote: sequenced-packet socket to the zygote.
+        wake: called with each word that comes to a machine which has just woken up.
     """
 
-    def __init__(self, line: Line, zygote: socket.socket) -> None:
+    def __init__(self, line: Line, zygote: socket.socket, *, wake: Callable[[dict[str, Any]], None]) -> None:
+        self._wake = wake
         self._line = line
         self._zygote = zygote
         self._agent: socket.socket | None = None
@@ -189,7 +192,7 @@ class Bridge:
 
     def _obey(self, word: dict[str, Any]) -> None:
         if word["vm"] == "make":
-            _become_another(word)
+            self._wake(word)
             ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
             socket.send_fds(self._zygote, [json.dumps(word["order"]).encode()], [theirs.fileno()])
             theirs.close()
@@ -199,7 +202,7 @@ class Bridge:
             self._drain_agent()
             self._say({"op": "hushed"})
         elif word["vm"] == "go":
-            _become_another(word)
+            self._wake(word)
             self._hushed = False
             self._say({"op": "awake"})
 
@@ -235,7 +238,7 @@ class Bridge:
             time.sleep(_LOOK_S)
 
 
-def _become_another(word: dict[str, Any]) -> None:
+def become_another(word: dict[str, Any]) -> None:
     """Take on the time of now and randomness of one's own: every clone woke up with the same."""
     time.clock_settime(time.CLOCK_REALTIME, word["now_s"])
     seed = bytes.fromhex(word["seed"])
@@ -282,7 +285,9 @@ def _open_line(kind: str) -> Line:
     raise OSError("the machine has no virtual serial port to its owner")
 
 
-def _start_zygote() -> socket.socket:
+def start_zygote() -> socket.socket:
+    """Start the zygote, which ends with this process; return the socket to it."""
+    owner = os.getpid()
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     if os.fork():
         theirs.close()
@@ -290,7 +295,7 @@ def _start_zygote() -> socket.socket:
     ours.close()
     kernel.set_name("sandbox-zygote")
     os.setsid()
-    Zygote(theirs, os.pidfd_open(1)).serve()
+    Zygote(theirs, os.pidfd_open(owner)).serve()
     os._exit(0)
 
 
@@ -302,5 +307,5 @@ def main() -> None:
     with open("/proc/cmdline") as stream:
         options = options_of(stream.read())
     _mount_all(int(options["images"]))
-    zygote = _start_zygote()
-    Bridge(_open_line(options["line"]), zygote).serve()
+    zygote = start_zygote()
+    Bridge(_open_line(options["line"]), zygote, wake=become_another).serve()

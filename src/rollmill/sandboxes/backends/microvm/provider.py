@@ -14,7 +14,7 @@ import asyncio
 import os
 import time
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -32,6 +32,7 @@ from rollmill.errors import (
 from rollmill.sandboxes.backends.microvm.channel import fresh_word
 from rollmill.sandboxes.backends.microvm.hypervisor import Hypervisor, Kept
 from rollmill.sandboxes.backends.microvm.inside import GROUP, ID_BASE, IMAGES, SANDBOX
+from rollmill.sandboxes.backends.microvm.kit import Kit
 from rollmill.sandboxes.backends.microvm.sandbox import MicroVmSandbox
 from rollmill.sandboxes.backends.microvm.settings import MicroVmSettings
 from rollmill.sandboxes.backends.microvm.templates import Templates
@@ -77,16 +78,24 @@ class MicroVmProvider:
         settings: how.
         hypervisor: runs the machines.
         observer: told of starts, ends and sweeps.
+        make_kit: makes what machines boot, in a thread; `None`: from the distribution's packages.
     """
 
-    def __init__(self, settings: MicroVmSettings, *, hypervisor: Hypervisor, observer: Observer | None = None) -> None:
+    def __init__(
+        self,
+        settings: MicroVmSettings,
+        *,
+        hypervisor: Hypervisor,
+        observer: Observer | None = None,
+        make_kit: Callable[[], Kit] | None = None,
+    ) -> None:
         self._settings = settings
         self._hypervisor = hypervisor
         self._observer = observer
         self.records = DiskRecords(settings.records_directory())
         self._images = ImageUses(settings.images, what=f"machines of process {os.getpid()}")
         self._templates = Templates(
-            settings, hypervisor=hypervisor, images=self._images,
+            settings, hypervisor=hypervisor, images=self._images, make_kit=make_kit,
             on_started=self._note_template, on_ended=self.records.remove,
         )  # fmt: skip
         self._alive: dict[str, MicroVmSandbox] = {}
@@ -261,8 +270,11 @@ class MicroVmProvider:
         except asyncio.CancelledError:
             sandbox.order_end(DeathReason.START_FAILED)
             raise
-        except Exception:
+        except Exception as error:
+            ordered = sandbox.ordered
             await self._put_down(sandbox)
+            if ordered is not None and sandbox.death is not None:
+                raise dead_error(id, sandbox.death) from error  # it was ended while it started, and that is why
             raise
 
     async def _same(self, sandbox: MicroVmSandbox, spec: SandboxSpec, origin: str) -> MicroVmSandbox:
@@ -325,8 +337,7 @@ class MicroVmProvider:
         if sandbox.ordered is not None:  # while there was no machine yet that could be killed
             sandbox.machine.kill()
         await sandbox.machine.resume()
-        connection = await sandbox.machine.connect()
-        await asyncio.get_running_loop().create_unix_connection(lambda: sandbox.line, sock=connection)
+        await sandbox.connect()
         if snapshot is None:
             sandbox.line.tell_machine({**fresh_word("make"), "order": order(sandbox.spec, layers=kept.layers)})
             protections = await asyncio.shield(sandbox.channel.ready)

@@ -116,10 +116,17 @@ class MicroVmSandbox(NamespaceSandbox):
             kept = await self._bounded(self.machine.keep(end=end), "be kept")
             if not end:
                 await self._bounded(self.machine.resume(), "go on")
+                if not self.machine.keeps_line:
+                    await self._bounded(self.connect(), "answer")
                 await self._bounded(self.line.say(fresh_word("go"), until="awake"), "go on")
             return kept
         finally:
             self.line.let_go()
+
+    async def connect(self) -> None:
+        """Connect to the agent in its machine."""
+        assert self.machine is not None  # there is one before this is called
+        await self.line.attach(await self.machine.connect())
 
     async def stop_processes(self) -> None:
         """Kill what runs; sessions too."""

@@ -34,6 +34,8 @@ class MicroVmSettings(Record, frozen=True, kw_only=True):
             keeps more memory: what each has touched, about 90 MB.
         snapshot_bytes: that all snapshots may take together, in memory.
         images: the store in which images are found by name.
+        separate_users: as root, whether each machine's process is a user of its own, without any capability. Turn it
+            off only where such a user cannot execute the program.
         scratch: where disks take their room; `None`: the system's directory for temporary files.
     """
 
@@ -49,6 +51,7 @@ class MicroVmSettings(Record, frozen=True, kw_only=True):
     templates: int = 4
     snapshot_bytes: int = 2 * 1024**3
     images: ImageStoreSettings = ImageStoreSettings()
+    separate_users: bool = True
     scratch: Path | None = None
 
     def __post_init__(self) -> None:

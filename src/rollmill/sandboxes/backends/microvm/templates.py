@@ -12,6 +12,7 @@ it go on.
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
 import os
 from collections import OrderedDict
@@ -76,6 +77,7 @@ class Templates:
         settings: how.
         hypervisor: runs the machines.
         images: where layers of named images come from.
+        make_kit: makes what machines boot, in a thread; `None`: from the distribution's packages.
         on_started: writes the record of a machine that boots, by its name.
         on_ended: removes it.
     """
@@ -86,12 +88,14 @@ class Templates:
         *,
         hypervisor: Hypervisor,
         images: ImageUses,
+        make_kit: Callable[[], Kit] | None,
         on_started: Callable[[str, ProcessMark | None], None],
         on_ended: Callable[[str], None],
     ) -> None:
         self._settings = settings
         self._hypervisor = hypervisor
         self._images = images
+        self._make_kit = make_kit or functools.partial(kits.make, kernel=settings.kernel, python=settings.python)
         self._on_started = on_started
         self._on_ended = on_ended
         self._made: OrderedDict[tuple[str, int], asyncio.Task[Template]] = OrderedDict()
@@ -164,9 +168,7 @@ class Templates:
     async def kit(self) -> Kit:
         """Return what machines boot; made at the first use."""
         if self._kit is None or (self._kit.done() and self._kit.exception() is not None):
-            self._kit = asyncio.ensure_future(
-                asyncio.to_thread(kits.make, kernel=self._settings.kernel, python=self._settings.python)
-            )
+            self._kit = asyncio.ensure_future(asyncio.to_thread(self._make_kit))
             self._kit.add_done_callback(_look)
         return await asyncio.shield(self._kit)
 
@@ -240,10 +242,17 @@ class Templates:
     async def _wait_for_agent(
         self, machine: Machine, channel: MachineChannel, ended: asyncio.Future[str], *, limit_s: float
     ) -> None:
-        connection = await machine.connect()
         booted = channel.expect("booted")
-        await asyncio.get_running_loop().create_unix_connection(lambda: channel, sock=connection)
-        await asyncio.wait([booted, ended], timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
+
+        async def hear() -> None:
+            await channel.attach(await machine.connect())
+            await asyncio.shield(booted)
+
+        hearing = asyncio.ensure_future(hear())
+        try:
+            await asyncio.wait([hearing, ended], timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            hearing.cancel()
         if ended.done():
             raise SandboxError(f"the machine of a template ended while it booted: {ended.result()}")
         if not booted.done():

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 
 import msgspec
 
-LAUNCH = 'read -r go || exit 1; exec "$@" </dev/null'
 # No more system calls than it needs, once it runs: none that start programs or change who it is.
 _SANDBOX = "on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=deny"
 _MACHINE = "q35,memory-backend=ram,sata=off,smbus=off,usb=off,graphics=off,vmport=off,hpet=off"
@@ -57,29 +56,9 @@ class Handles(msgspec.Struct, frozen=True, kw_only=True):
         return tuple(one for one in found if one >= 0)
 
 
-class Identity(msgspec.Struct, frozen=True, kw_only=True):
-    """Who a machine runs as on the host, where its owner may choose: ids that own nothing."""
-
-    uid: int
-    groups: tuple[int, ...] = ()
-
-
 def kernel_words(*, images: int, line: str = "serial") -> str:
     """Return the command line of the kernel inside."""
     return f"{_KERNEL_WORDS} rollmill.line={line} rollmill.images={images}"
-
-
-def launcher(identity: Identity | None) -> list[str]:
-    """Return what stands before QEMU: it waits for a word on its input, and dies with the thread that started it.
-
-    The word comes when the record of the process is on disk. Without it, because its owner has ended, nothing starts.
-    """
-    words = ["sh", "-c", LAUNCH, "sh", "setpriv"]
-    if identity is not None:
-        groups = ["--groups", ",".join(map(str, identity.groups))] if identity.groups else ["--clear-groups"]
-        words += ["--reuid", str(identity.uid), "--regid", str(identity.uid), *groups]
-        words += ["--bounding-set=-all", "--inh-caps=-all"]
-    return [*words, "--no-new-privs", "--pdeathsig", "KILL", "--"]
 
 
 def machine(

@@ -15,12 +15,13 @@ import socket
 from collections.abc import Callable, Sequence
 
 from rollmill.errors import SandboxError
+from rollmill.sandboxes.backends.microvm import accelerators
 from rollmill.sandboxes.backends.microvm.hypervisor import OnEnded, OnStarted, Shape
 from rollmill.sandboxes.backends.microvm.kit import Kit
-from rollmill.sandboxes.backends.namespaces.settings import DEFAULT_ID_BASE
-from rollmill.sandboxes.backends.qemu import accelerators, command
-from rollmill.sandboxes.backends.qemu.command import Boot, Handles, Identity, Memory
-from rollmill.sandboxes.backends.qemu.process import MachineProcess
+from rollmill.sandboxes.backends.microvm.launch import identity_of, launcher
+from rollmill.sandboxes.backends.microvm.process import MachineProcess
+from rollmill.sandboxes.backends.qemu import command
+from rollmill.sandboxes.backends.qemu.command import Boot, Handles, Memory
 from rollmill.sandboxes.backends.qemu.qmp import Qmp, QmpError
 from rollmill.sandboxes.backends.qemu.settings import QemuSettings
 from rollmill.sandboxes.isolation import Protection
@@ -31,7 +32,6 @@ _MOST_COMPLAINT_BYTES = 3000
 _SHARED_STAYS = [{"capability": "x-ignore-shared", "state": True}]
 _BANDWIDTH = 2**40
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
-_MACHINE_IDS = 65_536
 
 
 class QemuKept:
@@ -78,6 +78,8 @@ class QemuMachine:
         console: descriptor of what it said, -1 if nobody listens.
         memory: where its memory is; closed with it.
     """
+
+    keeps_line = True
 
     def __init__(self, shape: Shape, *, qmp: Qmp, agent: socket.socket, console: int, memory: Memory) -> None:
         self._shape = _own(shape)
@@ -259,8 +261,17 @@ class QemuHypervisor:
         machine = QemuMachine(
             shape, qmp=Qmp(control, answer_s=self._settings.answer_s), agent=agent, console=console, memory=memory
         )
-        words = command.launcher(self._identity()) + command.machine(
-            self._settings.program, accelerator=self.accelerator, memory=memory, handles=handles, boot=boot, name=name
+        self._number += 1
+        identity = None
+        if self._settings.separate_users:
+            identity = identity_of(self._number, device="/dev/kvm" if self.accelerator == "kvm" else "")
+        words = launcher(identity) + command.machine(
+            shutil.which(self._settings.program) or self._settings.program,
+            accelerator=self.accelerator,
+            memory=memory,
+            handles=handles,
+            boot=boot,
+            name=name,
         )
         inherited = (*handles.all(memory, boot), *([devices] if devices >= 0 else []))
         try:
@@ -271,15 +282,6 @@ class QemuHypervisor:
             their_control.close()
             their_agent.close()
         return machine
-
-    def _identity(self) -> Identity | None:
-        """Return ids of its own for the next machine, where this process may give it some."""
-        if os.geteuid() != 0:
-            return None
-        self._number += 1
-        uid = DEFAULT_ID_BASE - 1 - (os.getpid() + self._number) % _MACHINE_IDS
-        groups = (os.stat("/dev/kvm").st_gid,) if self.accelerator == "kvm" else ()
-        return Identity(uid=uid, groups=groups)
 
 
 def _own(shape: Shape) -> Shape:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from rollmill.errors import ConfigError
+from rollmill.sandboxes.backends.microvm.accelerators import AUTO, KVM, TCG
 from rollmill.sandboxes.backends.microvm.settings import MicroVmSettings
-from rollmill.sandboxes.backends.qemu.accelerators import AUTO, KVM, TCG
 
 
 class QemuSettings(MicroVmSettings, frozen=True, kw_only=True):

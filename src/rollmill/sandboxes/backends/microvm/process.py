@@ -6,9 +6,12 @@ import asyncio
 import os
 import subprocess
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from rollmill.errors import SandboxError
 from rollmill.sandboxes.disk_records import ProcessMark, mark_of
+
+_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 
 class MachineProcess:
@@ -17,6 +20,7 @@ class MachineProcess:
     Args:
         words: how it is started, with a launcher that waits for a line on its input.
         inherited: descriptors that it keeps.
+        directory: where it runs.
         on_started: called with it before it does anything.
         on_ended: called on the loop when it has ended, with its exit code.
 
@@ -29,6 +33,7 @@ class MachineProcess:
         words: Sequence[str],
         *,
         inherited: Sequence[int],
+        directory: Path = Path("/"),
         on_started: Callable[[ProcessMark], None],
         on_ended: Callable[[int], None],
     ) -> None:
@@ -36,7 +41,7 @@ class MachineProcess:
         try:
             self._process = subprocess.Popen(
                 list(words), pass_fds=tuple(inherited), stdin=subprocess.PIPE, stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL, cwd="/", env={"LANG": "C.UTF-8", "PATH": "/usr/bin:/bin:/usr/sbin:/sbin"},
+                stderr=subprocess.DEVNULL, cwd=directory, env={"LANG": "C.UTF-8", "PATH": _PATH},
             )  # fmt: skip
         except OSError as error:
             raise SandboxError(f"{words[0]} could not be started: {error}") from error
