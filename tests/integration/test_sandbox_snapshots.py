@@ -6,6 +6,7 @@ They run as root or as a plain user, whoever runs the suite.
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import random
 import shutil
@@ -668,6 +669,31 @@ def test_what_a_crash_left_half_written_is_discarded_and_a_damaged_file_is_told(
         asyncio.run(opened())
     (directory / "snapshots/s.json").unlink()
     assert asyncio.run(opened()) == ()
+
+
+@pytest.mark.parametrize("what", ["id_base", "layer", "owner"])
+def test_a_file_that_leads_elsewhere_or_gives_other_ids_is_refused(tmp_path, rig, what):
+    directory = tmp_path / "snapshots"
+    with real_rig(tmp_path / "one", snapshot_directory=directory) as one:
+
+        async def body(provider: Provider) -> None:
+            sandbox = await start(provider)
+            await sandbox.snapshot(id="s", end=True)
+
+        one.run(body)
+    path = directory / "snapshots/s.json"
+    found = json.loads(path.read_bytes())
+    if what == "id_base":
+        found["kept"]["id_base"] = 0
+    elif what == "layer":
+        found["layers"][0]["layer_id"] = found["kept"]["chain"][0] = "../../etc"
+    elif not AS_ROOT:
+        pytest.skip("only root gives a directory away")
+    else:
+        os.chown(directory, 12345, 12345)
+    path.write_text(json.dumps(found), encoding="utf-8")
+    with pytest.raises((SandboxError, ConfigError), match="damaged" if what != "owner" else "belongs to user 12345"):
+        NamespaceProvider(NamespaceSettings(directory=tmp_path / "two", snapshot_directory=directory))
 
 
 def test_a_snapshot_that_finds_no_room_on_its_disk_leaves_the_sandbox_alive(tmp_path, rig):

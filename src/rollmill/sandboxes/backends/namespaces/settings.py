@@ -16,7 +16,7 @@ from rollmill.sandboxes.records import Record
 DEFAULT_ID_BASE = 1_900_000_000
 IDS_PER_SANDBOX = 65_536
 DEFAULT_ID_RANGES = 3_700
-_LARGEST_ID = 2**31 - 1
+LARGEST_ID = 2**31 - 1
 MOST_LAYERS = 64
 
 
@@ -61,10 +61,10 @@ class NamespaceSettings(Record, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         last = self.id_base + self.id_ranges * IDS_PER_SANDBOX - 1
-        if self.id_base < IDS_PER_SANDBOX or self.id_ranges < 1 or last > _LARGEST_ID:
+        if self.id_base < IDS_PER_SANDBOX or self.id_ranges < 1 or last > LARGEST_ID:
             raise ConfigError(
                 f"ids of sandboxes would go from {self.id_base} to {last} (id_base, id_ranges); they must lie between "
-                f"{IDS_PER_SANDBOX} and {_LARGEST_ID}, where no user of the host has an id"
+                f"{IDS_PER_SANDBOX} and {LARGEST_ID}, where no user of the host has an id"
             )
         for name in ("start_s", "end_s", "answer_s", "snapshot_bytes", "snapshot_inodes", "store_s"):
             if not getattr(self, name) > 0:

@@ -17,11 +17,13 @@ from pathlib import Path
 import msgspec
 
 from rollmill.errors import ConfigError, SandboxError
+from rollmill.sandboxes.backends.namespaces.settings import IDS_PER_SANDBOX, LARGEST_ID
 from rollmill.sandboxes.backends.namespaces.snapshot_book import Kept, Layer
-from rollmill.sandboxes.disk_records import check_id
+from rollmill.sandboxes.disk_records import check_id, check_private
 from rollmill.sandboxes.reaper import Reaper
 from rollmill.sandboxes.records import Record
 
+MOST_BASE = LARGEST_ID - IDS_PER_SANDBOX + 1
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
 
@@ -44,6 +46,7 @@ class SnapshotDisk:
         try:
             for one in (directory, self._layers, self._manifests):
                 one.mkdir(parents=True, exist_ok=True, mode=0o700)
+            check_private(directory)
             self._lock = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
             raise ConfigError(f"snapshots cannot be kept in {directory}: {error}. Name another directory.") from error
@@ -71,8 +74,8 @@ class SnapshotDisk:
         found: list[Manifest] = []
         for path in sorted(self._manifests.glob("*.json")):
             try:
-                found.append(msgspec.json.decode(path.read_bytes(), type=Manifest))
-            except msgspec.MsgspecError as error:
+                found.append(_checked(msgspec.json.decode(path.read_bytes(), type=Manifest)))
+            except (msgspec.MsgspecError, ConfigError) as error:
                 raise SandboxError(
                     f"the snapshot {path} is damaged: {error}. Delete the file to give the snapshot up."
                 ) from error
@@ -120,6 +123,20 @@ class SnapshotDisk:
     def discard(self, layer_id: str) -> None:
         """Let go of a layer. A sandbox that is above it must have ended."""
         self._reaper.discard(self._layers / layer_id)
+
+
+def _checked(manifest: Manifest) -> Manifest:
+    """Return a manifest that leads to nothing but layers of this directory, and gives no ids but a sandbox's."""
+    names = {check_id(one.layer_id) for one in manifest.layers if one.on_disk}
+    check_id(manifest.kept.ref.snapshot_id)
+    if not manifest.kept.chain or not set(manifest.kept.chain) <= names:
+        raise ConfigError(f"it stands on {list(manifest.kept.chain)}, and describes {sorted(names)}")
+    id_base = manifest.kept.id_base
+    if (id_base is None) == (os.geteuid() == 0) or (
+        id_base is not None and not IDS_PER_SANDBOX <= id_base <= MOST_BASE
+    ):
+        raise ConfigError(f"its files belong to the ids from {id_base} on, which are no sandbox's here")
+    return manifest
 
 
 def _sync(directory: Path) -> None:
