@@ -151,7 +151,10 @@ def unshare(flags: int) -> None:
 def open_tree(path: str, *, recursive: bool = False) -> int:
     """Return a descriptor of a detached copy of the mount that holds `path`, rooted there."""
     flags = _OPEN_TREE_CLONE | os.O_CLOEXEC | (_AT_RECURSIVE if recursive else 0)
-    return syscall("open_tree", _AT_FDCWD, os.fsencode(path), flags)
+    try:
+        return syscall("open_tree", _AT_FDCWD, os.fsencode(path), flags)
+    except OSError as error:
+        raise OSError(error.errno, f"{error.strerror}: {path}") from error
 
 
 def open_in_root(root: int, path: str, *, flags: int = os.O_PATH) -> int:

@@ -68,6 +68,7 @@ class RunscZygote(Zygote):
                 os.close(one)
         for descriptor in set(self._children) - before:
             child = self._children[descriptor]
+            child.gate.setblocking(False)
             self._gates[child.gate.fileno()] = child
             self._poll.register(child.gate, select.POLLIN)
 
@@ -84,9 +85,13 @@ class RunscZygote(Zygote):
         return [] if written is None else [os.dup(written)]
 
     def _on_other(self, descriptor: int) -> None:
-        child = self._gates[descriptor]
+        child = self._gates.get(descriptor)
+        if child is None:
+            return  # buried in this turn
         try:
             message, given, _, _ = socket.recv_fds(child.gate, _MOST_WORD_BYTES, 4)
+        except BlockingIOError:
+            return  # what was ready had this number before
         except ConnectionError:
             message, given = b"", []
         if not message:
