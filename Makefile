@@ -24,7 +24,7 @@ export GOMP_SPINCOUNT := 0
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: help train test test-all test-ci test-vllm lint format types docs bench proto clean
+.PHONY: help train test test-all test-ci test-vllm test-gvisor lint format types docs bench proto clean
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -74,12 +74,17 @@ test-all: $(VENV)/.dev ## Run all tests that need no GPU
 # too.
 test-ci: $(VENV)/.dev ## Run the main job for real, end to end, and lose its processes
 	$(BIN)/python -m pytest -m "slow and not gpu" tests/integration \
-	  -k "not kill_rounds_real and not shipped_job and not vllm and not sglang" $(ARGS)
+	  -k "not kill_rounds_real and not shipped_job and not vllm and not sglang and not gvisor" $(ARGS)
 
 test-vllm: $(VENV)/.dev ## Hold a real vLLM to the contract of all engines (3.5 GB for its environment the first time)
 	$(BIN)/rollmill engine install vllm
 	$(BIN)/python -m pytest -m "slow and not gpu" -k vllm tests/contract/test_engine_contract.py \
 	  tests/integration/test_vllm_real.py $(ARGS)
+
+test-gvisor: $(VENV)/.dev ## Hold gVisor's sandboxes to the contract and the attacks (builds its runtime the first time)
+	command -v runsc >/dev/null || $(BIN)/rollmill sandbox build-runsc
+	REQUIRE_GVISOR=1 $(BIN)/python -m pytest -m "slow and not gpu" tests/contract/test_sandbox_gvisor_contract.py \
+	  tests/integration/test_sandbox_gvisor.py tests/integration/test_sandbox_gvisor_abuse.py $(ARGS)
 
 lint: $(VENV)/.dev ## Check format and style
 	$(BIN)/ruff format --check .
