@@ -549,13 +549,25 @@ def test_what_would_keep_memory_is_refused_in_words(service):
     one = service.create()
     with pytest.raises(e2b.SandboxException, match="mode='filesystem'"):
         one.create_snapshot(mode="full")
-    with pytest.raises(e2b.SandboxException, match="mode='filesystem'"):
-        one.fork(count=2)
     handle = one.commands.run("sleep 100", background=True)
     with pytest.raises(e2b.SandboxException, match="409"):
         one.create_snapshot(mode="filesystem")
+    with pytest.raises(e2b.SandboxException, match=r"409.*processes run"):
+        one.fork(count=2)
     handle.kill()
     one.kill()
+
+
+def test_forks_begin_with_the_files_of_a_sandbox_in_which_nothing_runs(service):
+    one = service.create(envs={"KEPT": "env"})
+    one.files.write("state", "before")
+    forks = one.fork(count=2, timeout=60)
+    assert [fork.commands.run("cat state; echo $KEPT").stdout for fork in forks] == ["beforeenv\n"] * 2
+    forks[0].files.write("state", "after")
+    assert [each.files.read("state") for each in (one, forks[1])] == ["before"] * 2
+    assert e2b.Sandbox.list_snapshots(**service.options).next_items() == []
+    for each in (one, *forks):
+        assert each.kill() is True
 
 
 def test_a_pause_that_keeps_files_alone_ends_programs_and_goes_on_with_the_files(service):

@@ -16,9 +16,10 @@ from rollmill.errors import SandboxExhausted, SandboxRetryable
 from rollmill.sandboxes.service import wire
 from rollmill.sandboxes.service.app import ServiceApp
 from rollmill.sandboxes.service.connect import Envelopes, envelope
-from rollmill.sandboxes.service.node import Node, Served
+from rollmill.sandboxes.service.node import Node
 from rollmill.sandboxes.service.programs import Asked, Programs
 from rollmill.sandboxes.service.protobuf import decode, encode
+from rollmill.sandboxes.service.served import Served
 from rollmill.sandboxes.service.settings import ServiceSettings
 from rollmill.sandboxes.service.templates import Template
 from rollmill.testing import FakeCall, FakeSandboxProvider, run_virtual

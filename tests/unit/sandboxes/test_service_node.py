@@ -12,7 +12,8 @@ from rollmill.clock import VirtualClock
 from rollmill.errors import CreateUnknown, DeadlineExceeded, ImageError, SandboxRetryable
 from rollmill.sandboxes import DeathReason, NamedImage, SandboxState
 from rollmill.sandboxes.service.law import HttpProblem, Plan, Standing
-from rollmill.sandboxes.service.node import Node, Order
+from rollmill.sandboxes.service.node import Node
+from rollmill.sandboxes.service.served import Order, Served
 from rollmill.sandboxes.service.settings import ServiceSettings
 from rollmill.sandboxes.service.templates import Template
 from rollmill.testing import FakeSandboxProvider, run_virtual
@@ -275,3 +276,118 @@ def test_what_cannot_be_made_is_refused_before_anything_starts(asked, status, sa
         assert await provider.list() == ()
 
     at_node(scenario, max_timeout_s=100.0, default_timeout_s=100.0, image_names=False)
+
+
+class Trembling(VirtualClock):
+    """A wall clock that moves against the loop's, as real ones do."""
+
+    def wall_s(self) -> float:
+        self.reads = getattr(self, "reads", 0) + 1
+        return super().wall_s() + self.reads * 1e-5
+
+
+def test_an_end_that_did_not_move_is_told_as_it_was():
+    async def scenario(node: Node, provider: FakeSandboxProvider) -> None:
+        node._clock = Trembling(start_s=1000.0)
+        served = await node.create(order(100.0))
+        told = node.end_wall_s(served)
+        await node.connect(served.id, timeout_s=10.0)
+        assert node.end_wall_s(served) == told
+        await node.connect(served.id, timeout_s=200.0)
+        assert node.end_wall_s(served) == pytest.approx(told + 100.0, abs=0.001)
+
+    at_node(scenario)
+
+
+# -- forks ------------------------------------------------------------------------------------------------------------
+
+
+def test_forks_have_the_files_words_and_plan_of_their_sandbox_and_lives_of_their_own():
+    async def scenario(node: Node, provider: FakeSandboxProvider) -> None:
+        served = await node.create(order(500.0, metadata={"a": "b"}, envs={"X": "1"}, plan=PAUSE))
+        await served.sandbox.write("/state", b"before")
+        one, two = await node.fork(served.id, count=2, timeout_s=60.0)
+        assert isinstance(one, Served)
+        assert isinstance(two, Served)
+        assert len({served.id, one.id, two.id}) == 3
+        assert (one.order.metadata, one.order.plan, one.envs["X"]) == ({"a": "b"}, PAUSE, "1")
+        assert (one.envs["E2B_SANDBOX_ID"], served.envs["E2B_SANDBOX_ID"]) == (one.id, served.id)
+        await one.sandbox.write("/state", b"after")
+        assert await served.sandbox.read("/state") == await two.sandbox.read("/state") == b"before"
+        assert await provider.snapshots() == ()
+        assert (node.end_wall_s(served), node.end_wall_s(one)) == (1500.0, 1060.0)
+        await node.kill(one.id)
+        assert set(node.all()) == {served.id, two.id}
+
+    at_node(scenario)
+
+
+def test_more_forks_than_there_is_room_for_are_refused_before_anything_is_done():
+    async def scenario(node: Node, provider: FakeSandboxProvider) -> None:
+        served = await node.create(order())
+        with pytest.raises(HttpProblem, match="1 sandboxes are here, 3 are asked for, and 3 may be") as caught:
+            await node.fork(served.id, count=3, timeout_s=60.0)
+        assert (caught.value.status, set(node.all())) == (429, {served.id})
+        assert len(await node.fork(served.id, count=2, timeout_s=60.0)) == 2
+
+    at_node(scenario, max_sandboxes=3)
+
+
+def test_a_fork_of_a_paused_sandbox_and_of_none_is_refused():
+    async def scenario(node: Node, provider: FakeSandboxProvider) -> None:
+        served = await node.create(order())
+        await node.pause(served.id)
+        for sandbox_id, count, status in ((served.id, 1, 409), (served.id, 0, 400), ("none", 1, 404)):
+            with pytest.raises(HttpProblem) as caught:
+                await node.fork(sandbox_id, count=count, timeout_s=60.0)
+            assert caught.value.status == status
+
+    at_node(scenario)
+
+
+def test_a_fork_that_cannot_start_is_told_in_its_place_and_the_others_live():
+    async def scenario(node: Node, provider: FakeSandboxProvider) -> None:
+        served = await node.create(order())
+        refusing: Any = RefusingOnce(provider)
+        node._provider = refusing
+        results = await node.fork(served.id, count=3, timeout_s=60.0)
+        assert [type(one) for one in results].count(Served) == 2
+        (refused,) = [one for one in results if not isinstance(one, Served)]
+        assert "no room" in str(refused)
+        assert (len(node.all()), await provider.snapshots()) == (3, ())
+
+    at_node(scenario)
+
+
+def test_files_that_were_kept_for_a_caller_who_has_left_are_let_go():
+    async def scenario(node: Node, provider: FakeSandboxProvider) -> None:
+        slow: Any = Storing(provider, takes_s=8.0)
+        node._provider = slow
+        served = await node.create(order())
+        for work in (node.fork(served.id, count=1, timeout_s=60.0), node.snapshot(served.id, name="mine")):
+            asking = asyncio.ensure_future(work)
+            await asyncio.sleep(1.0)
+            assert len(await provider.snapshots()) == 1
+            asking.cancel()
+            await asyncio.wait([asking])
+            await asyncio.sleep(10.0)
+            assert await provider.snapshots() == ()
+        assert (set(node.all()), node.shelf.ids()) == ({served.id}, ())
+
+    at_node(scenario)
+
+
+class RefusingOnce:
+    """A provider that has no room for the first restore."""
+
+    def __init__(self, inner: FakeSandboxProvider) -> None:
+        self._inner, self._refused = inner, False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    async def restore(self, *args: Any, **kwargs: Any) -> Any:
+        if not self._refused:
+            self._refused = True
+            raise SandboxRetryable("no room", after_s=1.0)
+        return await self._inner.restore(*args, **kwargs)

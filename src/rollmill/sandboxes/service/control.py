@@ -27,8 +27,9 @@ from rollmill.sandboxes.service.law import (
     page,
     same,
 )
-from rollmill.sandboxes.service.node import Node, Order, Served
+from rollmill.sandboxes.service.node import Node
 from rollmill.sandboxes.service.problems import http_problem_of
+from rollmill.sandboxes.service.served import Order, Served
 
 T = TypeVar("T", bound=shapes.Asked)
 Handler = Callable[[Request], Awaitable[Response]]
@@ -70,7 +71,7 @@ class ControlFace:
             ("GET", f"{one}/metrics", self._metrics),
             ("PUT", f"{one}/network", self._network),
             ("POST", f"{one}/snapshots", self._snapshot),
-            ("POST", f"{one}/fork", self._no_fork),
+            ("POST", f"{one}/fork", self._fork),
             ("GET", "/snapshots", self._snapshots),
             ("GET", "/templates", self._templates),
             ("GET", "/templates/aliases/{name}", self._alias),
@@ -234,13 +235,13 @@ class ControlFace:
         kept = await self._node.snapshot(served.id, name=asked.name or "")
         return _json(shapes.snapshot_info(kept), 201)
 
-    async def _no_fork(self, request: Request) -> Response:
-        self._found(request)
-        raise HttpProblem(
-            501,
-            "a fork would keep memory, which is not to be had here; make a snapshot with mode='filesystem', and "
-            "sandboxes from that",
-        )
+    async def _fork(self, request: Request) -> Response:
+        served = self._found(request)
+        asked = await self._body(request, shapes.ForkAsked)
+        timeout_s = float(_OLD_TIMEOUT_S if asked.timeout is None else asked.timeout)
+        count = 1 if asked.count is None else asked.count
+        results = await self._node.fork(served.id, count=count, timeout_s=timeout_s)
+        return _json([shapes.forked(one, domain=self._domain) for one in results], 201)
 
     async def _snapshots(self, request: Request) -> Response:
         query = request.query_params

@@ -8,8 +8,11 @@ from typing import Any
 
 import msgspec
 
+from rollmill.errors import RollmillError
 from rollmill.sandboxes.service.law import Plan, Standing
-from rollmill.sandboxes.service.node import Node, Sample, Served
+from rollmill.sandboxes.service.node import Node
+from rollmill.sandboxes.service.problems import http_problem_of
+from rollmill.sandboxes.service.served import Sample, Served
 from rollmill.sandboxes.service.shelf import Kept
 
 ENVD_VERSION = "0.6.4"
@@ -101,6 +104,13 @@ class SnapshotAsked(Asked, frozen=True, kw_only=True):
     memory: bool | None = None
 
 
+class ForkAsked(Asked, frozen=True, kw_only=True):
+    """Forks of a sandbox."""
+
+    timeout: int | None = None
+    count: int | None = None
+
+
 class RefreshAsked(Asked, frozen=True, kw_only=True):
     """A renewal of older callers."""
 
@@ -117,6 +127,14 @@ def created(served: Served, *, domain: str | None) -> dict[str, Any]:
         "envdAccessToken": served.token,
         "domain": domain,
     }
+
+
+def forked(result: Served | RollmillError, *, domain: str | None) -> dict[str, Any]:
+    """Return a fork, or why there is none."""
+    if isinstance(result, Served):
+        return {"sandbox": created(result, domain=domain)}
+    problem = http_problem_of(result)
+    return {"error": {"code": problem.status, "message": str(problem)}}
 
 
 def listed(served: Served, *, node: Node) -> dict[str, Any]:

@@ -35,8 +35,9 @@ from rollmill.sandboxes.service.connect import (
     timeout_of,
 )
 from rollmill.sandboxes.service.law import HttpProblem, host_parts, same
-from rollmill.sandboxes.service.node import Node, Served
+from rollmill.sandboxes.service.node import Node
 from rollmill.sandboxes.service.problems import gone, rpc_problem_of
+from rollmill.sandboxes.service.served import Served
 from rollmill.sandboxes.service.settings import ServiceSettings
 from rollmill.sandboxes.service.wire import Message
 

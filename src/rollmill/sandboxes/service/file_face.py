@@ -31,7 +31,8 @@ from rollmill.sandboxes.service.exchange import (
 from rollmill.sandboxes.service.inside import Inside
 from rollmill.sandboxes.service.law import READ, WRITE, HttpProblem, holder_of, signature, why_expired
 from rollmill.sandboxes.service.multipart import boundary_of, parts_of
-from rollmill.sandboxes.service.node import Node, Served
+from rollmill.sandboxes.service.node import Node
+from rollmill.sandboxes.service.served import Served
 from rollmill.sandboxes.service.watching import MOST_WATCHERS, Watcher
 from rollmill.sandboxes.service.wire import (
     Empty,

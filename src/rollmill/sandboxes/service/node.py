@@ -15,118 +15,27 @@ import asyncio
 import contextlib
 import logging
 import secrets
-from collections import deque
-from collections.abc import AsyncIterator, Coroutine, Mapping
+from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping
 from types import TracebackType
 from typing import Any, TypeVar
+
+import msgspec
 
 from rollmill.clock import Clock, SystemClock
 from rollmill.errors import CreateUnknown, DeadlineExceeded, ImageError, RollmillError, SandboxDead, SandboxRetryable
 from rollmill.sandboxes.protocol import Provider, Sandbox
-from rollmill.sandboxes.records import DeathReason, Lease, Record, SandboxSpec, SnapshotRef, Usage
-from rollmill.sandboxes.service.accounts import Accounts
-from rollmill.sandboxes.service.law import Fate, HttpProblem, Listed, Plan, Standing, end_after_connect, fate
+from rollmill.sandboxes.records import DeathReason, Lease, SandboxSpec, SnapshotRef
+from rollmill.sandboxes.service.law import Fate, HttpProblem, Standing, end_after_connect, fate
 from rollmill.sandboxes.service.problems import gone
-from rollmill.sandboxes.service.programs import Programs
+from rollmill.sandboxes.service.served import Order, Sample, Served
 from rollmill.sandboxes.service.settings import ServiceSettings
 from rollmill.sandboxes.service.shelf import Kept, Shelf
 from rollmill.sandboxes.service.templates import Template
-from rollmill.sandboxes.service.watching import Watcher
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
-_SAMPLES = 120
 _RECONCILE_S = 30.0
 _RETRY_S = 1.0
-
-
-class Order(Record, frozen=True, kw_only=True):
-    """What a caller wants created.
-
-    Attributes:
-        template: its name.
-        timeout_s: life from now.
-        metadata: the caller's own words.
-        envs: environment of every command.
-        plan: what happens at the timeout.
-        key: of a call that may come twice and must make one sandbox; empty for none.
-    """
-
-    template: str
-    timeout_s: float
-    metadata: Mapping[str, str] = {}
-    envs: Mapping[str, str] = {}
-    plan: Plan = Plan()
-    key: str = ""
-
-
-class Sample(Record, frozen=True, kw_only=True):
-    """What a sandbox used at a time."""
-
-    wall_s: float
-    usage: Usage
-    cpu_pct: float
-
-
-class Served:
-    """One sandbox of the service.
-
-    Attributes:
-        token: opens its files and programs.
-        end_s: when its timeout ends, on the loop's clock.
-        files: what is kept of it while it is paused without its memory.
-        storing: whether that is being made, and the sandbox may have ended for it.
-        lives: how often it was started; the backend's own id of it changes each time.
-    """
-
-    def __init__(self, sandbox_id: str, order: Order, *, spec: SandboxSpec, envs: Mapping[str, str]) -> None:
-        self.id = sandbox_id
-        self.order = order
-        self.spec = spec
-        self.envs = dict(envs)
-        self.token = secrets.token_urlsafe(32)
-        self.standing = Standing.RUNNING
-        self.started_wall_s = 0.0
-        self.end_s = 0.0
-        self.programs: Programs
-        self.accounts: Accounts
-        self.watchers: dict[str, Watcher] = {}
-        self.samples: deque[Sample] = deque(maxlen=_SAMPLES)
-        self.timer: asyncio.TimerHandle | None = None
-        self.turn = asyncio.Lock()
-        self.files: SnapshotRef | None = None
-        self.storing = False
-        self.lives = 0
-        self._sandbox: Sandbox | None = None
-
-    @property
-    def sandbox(self) -> Sandbox:
-        """Return the backend's sandbox."""
-        if self._sandbox is None:
-            raise gone(self.id, "it is still starting")
-        return self._sandbox
-
-    def backend_id(self) -> str:
-        """Return the id that the backend knows it by in its present life."""
-        return self.id if not self.lives else f"{self.id}-{self.lives}"
-
-    def began(self, sandbox: Sandbox, *, stall_s: float) -> None:
-        """Note that it answers: a fresh start, without programs."""
-        self._sandbox, self.files = sandbox, None
-        self.programs = Programs(stall_s=stall_s)
-        self.accounts = Accounts(sandbox)
-        self.watchers = {}
-        self.lives += 1
-
-    def listed(self) -> Listed:
-        """Return what lists filter and sort by."""
-        return Listed(
-            sandbox_id=self.id,
-            started_s=self.started_wall_s,
-            standing=self.standing,
-            template=self.order.template,
-            metadata=self.order.metadata,
-        )
 
 
 class Node:
@@ -251,7 +160,7 @@ class Node:
 
     def end_wall_s(self, served: Served) -> float:
         """Return when a sandbox's timeout ends, since the epoch."""
-        return self._clock.wall_s() + served.end_s - self._loop.time()
+        return served.end_wall_s
 
     def wall_s(self) -> float:
         """Return the time since the epoch."""
@@ -291,14 +200,16 @@ class Node:
         template = self.templates.get(order.template) or Template(image=order.template)
         spec = template.spec(wall_s=self.settings.max_lifetime_s) if kept is None else kept.ref.spec
         envs = template.envs if kept is None else kept.envs
+        with self._room(1):
+            return await self._start(order, spec=spec, envs=envs, files=None if kept is None else kept.ref)
+
+    async def _start(
+        self, order: Order, *, spec: SandboxSpec, envs: Mapping[str, str], files: SnapshotRef | None
+    ) -> Served:
         sandbox_id = f"sbx{secrets.token_hex(9)}"
         own = {"E2B_SANDBOX": "true", "E2B_SANDBOX_ID": sandbox_id, "E2B_TEMPLATE_ID": order.template}
         served = Served(sandbox_id, order, spec=spec, envs={**envs, **own, **order.envs})
-        self._starting += 1
-        try:
-            sandbox = await self._made(served, None if kept is None else kept.ref, left_s=order.timeout_s)
-        finally:
-            self._starting -= 1
+        sandbox = await self._made(served, files, left_s=order.timeout_s)
         served.began(sandbox, stall_s=self.settings.stream_stall_s)
         served.started_wall_s = round(self._clock.wall_s(), 6)  # as it is told to callers, who ask by it
         self._served[sandbox_id] = served
@@ -314,13 +225,22 @@ class Node:
             what = "with its memory" if order.plan.keep_memory else "as files"
             raise HttpProblem(501, f"it is to be paused {what} at its timeout, and the backend cannot do that here")
         self.check_timeout(order.timeout_s)
-        alive = len(self.all()) + self._starting
-        if alive >= self.settings.max_sandboxes:
+
+    @contextlib.contextmanager
+    def _room(self, count: int) -> Iterator[None]:
+        """Set room aside for sandboxes while they start."""
+        alive, most = len(self.all()) + self._starting, self.settings.max_sandboxes
+        if alive + count > most:
             raise HttpProblem(
                 429,
-                f"{alive} sandboxes are here and {self.settings.max_sandboxes} may be (max_sandboxes); end some first",
+                f"{alive} sandboxes are here, {count} are asked for, and {most} may be (max_sandboxes); end some first",
                 after_s=_RETRY_S,
             )
+        self._starting += count
+        try:
+            yield
+        finally:
+            self._starting -= count
 
     def _unknown(self, template: str, why: str = "") -> HttpProblem:
         known = ", ".join(sorted(self.templates))
@@ -491,15 +411,55 @@ class Node:
             SandboxUnsupported: if the backend keeps none.
         """
         served = self.find(sandbox_id)
-        async with self._turn(served, "snapshot"):
-            if served.standing is not Standing.RUNNING:
-                raise HttpProblem(409, f"sandbox {sandbox_id} is paused; connect to it first")
-            ref = await served.sandbox.snapshot(id=f"snp{secrets.token_hex(9)}")
+        ref = await self._take(served, "snapshot", name=f"snp{secrets.token_hex(9)}")
         kept = Kept(ref=ref, name=name, sandbox_id=sandbox_id, envs=served.order.envs)
         replaced = self.shelf.put(kept)
         if replaced is not None:
             await self._provider.delete_snapshots([replaced.ref.snapshot_id])
         return kept
+
+    async def fork(self, sandbox_id: str, *, count: int, timeout_s: float) -> tuple[Served | RollmillError, ...]:
+        """Make sandboxes with a sandbox's files, words and plan; each starts, or fails, on its own. It goes on.
+
+        Nothing may run in it, so there is nothing in its memory that a fork would miss.
+
+        Raises:
+            HttpProblem: 400 for a count below 1, 409 if it is paused, 429 if there is no room for all.
+            SandboxBusy: if something runs in it.
+            SandboxUnsupported: if the backend keeps no files.
+        """
+        served = self.find(sandbox_id)
+        self.check_timeout(timeout_s)
+        if count < 1:
+            raise HttpProblem(400, f"{count} forks cannot be made; ask for 1 or more")
+        order = msgspec.structs.replace(served.order, timeout_s=timeout_s, key="")
+        own = {name: value for name, value in served.envs.items() if not name.startswith("E2B_")}
+        with self._room(count):
+            ref = await self._take(served, "fork", name=f"frk{secrets.token_hex(9)}")
+            try:
+                starts = (self._start(order, spec=ref.spec, envs=own, files=ref) for _ in range(count))
+                results = await asyncio.gather(*starts, return_exceptions=True)
+            finally:
+                await self._provider.delete_snapshots([ref.snapshot_id])
+        for one in results:
+            if isinstance(one, BaseException) and not isinstance(one, RollmillError):
+                raise one
+        return tuple(one for one in results if isinstance(one, Served | RollmillError))
+
+    async def _take(self, served: Served, what: str, *, name: str) -> SnapshotRef:
+        """Keep a running sandbox's files; if whoever asked has left when that is done, let them go again."""
+        async with self._turn(served, what):
+            if served.standing is not Standing.RUNNING:
+                raise HttpProblem(409, f"sandbox {served.id} is paused; connect to it first")
+            taking = looked_at(asyncio.ensure_future(served.sandbox.snapshot(id=name)))
+            try:
+                return await asyncio.shield(taking)
+            except asyncio.CancelledError:
+                taking.add_done_callback(lambda _: self._drop(name))
+                raise
+
+    def _drop(self, name: str) -> None:
+        self.run(self._provider.delete_snapshots([name]), name=f"end of {name}")
 
     async def delete_snapshot(self, name: str) -> bool:
         """Let a snapshot go, by its id or name; `False` if there is none."""
@@ -513,7 +473,9 @@ class Node:
 
     def _set_end(self, served: Served, end_s: float) -> None:
         self._disarm(served)
-        served.end_s = end_s
+        if end_s != served.end_s:
+            served.end_s = end_s
+            served.end_wall_s = self._clock.wall_s() + end_s - self._loop.time()
         served.timer = self._loop.call_at(end_s, self._due, served)
 
     def _disarm(self, served: Served) -> None:

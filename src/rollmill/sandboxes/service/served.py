@@ -1,0 +1,109 @@
+"""One sandbox of the service: what was ordered, how it stands, and what it used."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections import deque
+from collections.abc import Mapping
+
+from rollmill.sandboxes.protocol import Sandbox
+from rollmill.sandboxes.records import Record, SandboxSpec, SnapshotRef, Usage
+from rollmill.sandboxes.service.accounts import Accounts
+from rollmill.sandboxes.service.law import Listed, Plan, Standing
+from rollmill.sandboxes.service.problems import gone
+from rollmill.sandboxes.service.programs import Programs
+from rollmill.sandboxes.service.watching import Watcher
+
+_SAMPLES = 120
+
+
+class Order(Record, frozen=True, kw_only=True):
+    """What a caller wants created.
+
+    Attributes:
+        template: its name.
+        timeout_s: life from now.
+        metadata: the caller's own words.
+        envs: environment of every command.
+        plan: what happens at the timeout.
+        key: of a call that may come twice and must make one sandbox; empty for none.
+    """
+
+    template: str
+    timeout_s: float
+    metadata: Mapping[str, str] = {}
+    envs: Mapping[str, str] = {}
+    plan: Plan = Plan()
+    key: str = ""
+
+
+class Sample(Record, frozen=True, kw_only=True):
+    """What a sandbox used at a time."""
+
+    wall_s: float
+    usage: Usage
+    cpu_pct: float
+
+
+class Served:
+    """One sandbox of the service.
+
+    Attributes:
+        token: opens its files and programs.
+        end_s: when its timeout ends, on the loop's clock.
+        end_wall_s: the same since the epoch, as it was when that was set: callers compare what they are told.
+        files: what is kept of it while it is paused without its memory.
+        storing: whether that is being made, and the sandbox may have ended for it.
+        lives: how often it was started; the backend's own id of it changes each time.
+    """
+
+    def __init__(self, sandbox_id: str, order: Order, *, spec: SandboxSpec, envs: Mapping[str, str]) -> None:
+        self.id = sandbox_id
+        self.order = order
+        self.spec = spec
+        self.envs = dict(envs)
+        self.token = secrets.token_urlsafe(32)
+        self.standing = Standing.RUNNING
+        self.started_wall_s = 0.0
+        self.end_s = -1.0
+        self.end_wall_s = 0.0
+        self.programs: Programs
+        self.accounts: Accounts
+        self.watchers: dict[str, Watcher] = {}
+        self.samples: deque[Sample] = deque(maxlen=_SAMPLES)
+        self.timer: asyncio.TimerHandle | None = None
+        self.turn = asyncio.Lock()
+        self.files: SnapshotRef | None = None
+        self.storing = False
+        self.lives = 0
+        self._sandbox: Sandbox | None = None
+
+    @property
+    def sandbox(self) -> Sandbox:
+        """Return the backend's sandbox."""
+        if self._sandbox is None:
+            raise gone(self.id, "it is still starting")
+        return self._sandbox
+
+    def backend_id(self) -> str:
+        """Return the id that the backend knows it by in its present life."""
+        return self.id if not self.lives else f"{self.id}-{self.lives}"
+
+    def began(self, sandbox: Sandbox, *, stall_s: float) -> None:
+        """Note that it answers: a fresh start, without programs."""
+        self._sandbox, self.files = sandbox, None
+        self.programs = Programs(stall_s=stall_s)
+        self.accounts = Accounts(sandbox)
+        self.watchers = {}
+        self.lives += 1
+
+    def listed(self) -> Listed:
+        """Return what lists filter and sort by."""
+        return Listed(
+            sandbox_id=self.id,
+            started_s=self.started_wall_s,
+            standing=self.standing,
+            template=self.order.template,
+            metadata=self.order.metadata,
+        )
