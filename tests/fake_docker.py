@@ -66,6 +66,8 @@ class FakeDocker:
 
     async def handle(self, request: Request) -> Answer:
         path = request.path.removeprefix("/v1.41")
+        if path == "/_ping":
+            return Answer(200, b"", {"api-version": "1.41", "ostype": "linux"})
         if path == "/info":
             info = {"SecurityOptions": self.security, "MemoryLimit": True, "PidsLimit": True, "CpuCfsQuota": True}
             return answer_json(info)
@@ -82,7 +84,8 @@ class FakeDocker:
         if path == "/containers/json":
             return self._list(request)
         if found := re.fullmatch(r"/containers/([^/]+)(?:/([a-z]+))?", path):
-            container = self.containers.get(found[1])
+            named = {one.name: one for one in self.containers.values()}
+            container = self.containers.get(found[1]) or named.get(found[1])
             if container is None:
                 return _error(404, f"No such container: {found[1]}")
             return await self._one(request, container, found[2] or "")
@@ -202,9 +205,9 @@ class FakeDocker:
         try:
             process = await record["container"].sandbox.start_process(
                 body["Cmd"],
-                env=dict(one.split("=", 1) for one in body["Env"]),
-                user=None if body["User"] in ("0", "root") else body["User"],
-                cwd=body["WorkingDir"],
+                env=dict(one.split("=", 1) for one in body.get("Env") or []),
+                user=None if body.get("User") in (None, "", "0", "root") else body["User"],
+                cwd=body.get("WorkingDir") or "/",
                 output_cap_bytes=GIB,
             )
         except SandboxUnsupported:

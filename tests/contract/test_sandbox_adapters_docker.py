@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 import subprocess
 import sys
 import time
@@ -296,6 +297,38 @@ def test_the_first_creation_sweeps_what_an_owner_that_ended_left_and_nothing_of_
         assert await other.sweep() == ()
         await other.close()
         await provider.kill([mine.id, orphan.id])
+
+    rig.run(body)
+
+
+@pytest.mark.integration
+def test_the_public_client_of_docker_sees_what_we_made_and_runs_programs_in_it(rig):
+    client = shutil.which("docker")
+    if client is None:
+        pytest.skip("the client of Docker is not installed")
+
+    async def body(provider: Provider) -> None:
+        sandbox = await start(provider)
+
+        async def docker(*arguments: str, data: bytes = b"") -> tuple[int | None, bytes, bytes]:
+            process = await asyncio.create_subprocess_exec(
+                *(client, "-H", f"unix://{provider._settings.socket}", *arguments),
+                env={"DOCKER_API_VERSION": "1.41", "PATH": "/usr/bin:/bin", "HOME": "/nowhere"},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+            )
+            out, err = await process.communicate(data)
+            return process.returncode, out, err
+
+        name = f"rollmill-{sandbox.id}"
+        listed = await docker("ps", "--filter", f"label=rollmill-id={sandbox.id}", "--format", "{{.Names}} {{.State}}")
+        assert listed[:2] == (0, f"{name} running\n".encode()), listed
+        ran = await docker("exec", "-i", name, "sh", "-c", "cat; echo bad >&2; exit 4", data=b"through")
+        assert ran == (4, b"through", b"bad\n")
+        await docker("rm", "-f", name)
+        with pytest.raises(SandboxDead, match="provider_lost"):
+            await sandbox.exec(["true"])
 
     rig.run(body)
 

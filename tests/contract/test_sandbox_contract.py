@@ -143,6 +143,7 @@ def test_a_program_is_killed_at_its_timeout_and_the_sandbox_lives_on(rig):
         sandbox = await start(provider)
         result = await sandbox.exec(["sleep", "600"], timeout_s=0.2)
         assert (result.timed_out, result.exit_code) == (True, -signal.SIGKILL)
+        assert (result.stdout, result.stderr) == (b"", b"")
         assert 0.2 <= result.wall_s < 60
         assert (await sandbox.exec(["true"])).exit_code == 0
         assert sandbox.death is None

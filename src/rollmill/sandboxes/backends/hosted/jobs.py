@@ -50,7 +50,9 @@ cd -- "$d" || exit 126
 exec setsid "$@"
 """
 
-# Waits for the program itself and for nothing else: what it leaves behind may hold its output open for ever.
+# Waits for the program itself and for nothing else: what it leaves behind may hold its output open for ever. Its own
+# errors go nowhere: a shell says of a program that it was killed, to where the program's errors go if it has sent them
+# there itself, which is why a shell of its own does that.
 _SUPERVISE = """
 D=$1 i=$2 m=$3 L=$4; shift 4
 h="head -c $m"; ! command -v stdbuf >/dev/null || h="stdbuf -o0 $h"
@@ -64,11 +66,11 @@ feed() {
   done
 }
 go() {
-  if [ "$i" = + ]; then feed | { sh -c "$L" sh "$D" "$@"; c=$?; : >"$D/over"; exit $c; }
-  else sh -c "$L" sh "$D" "$@" <"$i"; fi
+  if [ "$i" = + ]; then feed | { ( exec sh -c "$L" sh "$D" "$@" 2>&3 3>&- ); c=$?; : >"$D/over"; exit $c; }
+  else ( exec sh -c "$L" sh "$D" "$@" <"$i" 2>&3 3>&- ); fi
   echo $? >"$D/code.new"; mv "$D/code.new" "$D/code"
 }
-{ go "$@" 2>&3 3>&- | { $h >"$D/out"; : >"$D/out.end"; } 3>&-; } 3>&1 >/dev/null |
+{ go "$@" | { $h >"$D/out"; : >"$D/out.end"; } 3>&-; } 3>&1 >/dev/null |
   { $h >"$D/err"; : >"$D/err.end"; }
 """
 
