@@ -19,8 +19,10 @@ from rollmill.sandboxes.guest import kernel, seccomp
 from rollmill.sandboxes.guest.agent import Agent, written_counts
 from rollmill.sandboxes.guest.frames import encode
 from rollmill.sandboxes.guest.oci import KEEP_TMP
+from rollmill.sandboxes.guest.sessions import Shell
 
 _FIRST_FREE = 10
+_GRACE_S = 4.0  # a shell takes longer to go on where each of its calls is intercepted
 _SETTLED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD)
 
 
@@ -92,6 +94,7 @@ def main(text: str) -> None:
         os.unlink(f"/{KEEP_TMP}")
     connection = socket.socket(fileno=owner)
     connection.setblocking(False)
+    Shell.grace_s = _GRACE_S
     agent = RunscAgent(connection, plan=json.loads(text))
     os.dup2(null, 2)  # until here a complaint reaches the runtime's log
     os.close(null)

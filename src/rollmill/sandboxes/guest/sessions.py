@@ -53,6 +53,8 @@ class Shell(Job):
         number: of the session.
     """
 
+    grace_s = GRACE_S
+
     def __init__(self, number: int) -> None:
         super().__init__(number, {"cap": 0, "hard_cap": 0, "stdin_open": True}, stdin=PROLOGUE)
         self.session = number
@@ -112,7 +114,7 @@ class Shell(Job):
         """Kill what the running line has started; the shell itself has a moment to go on."""
         self.killed_by = self.killed_by or reason
         if self.pid and self.exit_code is None:
-            self._patience = time.monotonic() + GRACE_S
+            self._patience = time.monotonic() + self.grace_s
             jobs.signal_descendants(self.pid, signal.SIGKILL)
 
     def end_line(self) -> dict[str, Any]:
