@@ -160,6 +160,9 @@ class FakeDocker:
                 container.sandbox = await self._engine.create(self._spec(container), id=container.id, lease=lease)
             container.status = "running"
             return Answer(204)
+        if verb == "rename":
+            container.name = request.query["name"]
+            return Answer(204)
         if not state["Running"]:
             return _error(409, f"container {container.id} is not running")
         if verb in ("pause", "unpause"):

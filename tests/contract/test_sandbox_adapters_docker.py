@@ -27,7 +27,7 @@ from rollmill.errors import (
 )
 from rollmill.sandboxes import DeathReason, IsolationLevel, NamedImage, Protection, Provider, SandboxSpec
 from rollmill.sandboxes.backends.docker import DockerProvider, DockerSettings
-from rollmill.sandboxes.backends.docker.hardening import PROCESS, container, is_orphan, protections_of
+from rollmill.sandboxes.backends.docker.hardening import PROCESS, container, is_orphan, owner_of, protections_of
 from rollmill.sandboxes.disk_records import ProcessMark, boot_id, mark_of
 from rollmill.sandboxes.isolation import level_of
 from sandbox_builders import LIMITS, SPEC, new_id, real_rig, start, why_no_namespaces
@@ -117,7 +117,8 @@ def labels(*, ends: float, owner: ProcessMark | None = MARK) -> dict[str, str]:
     ],
 )
 def test_a_container_is_an_orphan_when_its_owner_ended_here_or_a_minute_after_its_wall_limit(labels, alive, orphan):
-    assert is_orphan(labels, now_wall_s=0.0, boot_id="this-boot", alive={MARK: alive}) is orphan
+    found = is_orphan(labels, owner=owner_of(labels), now_wall_s=0.0, boot_id="this-boot", alive={MARK: alive})
+    assert found is orphan
 
 
 @pytest.mark.parametrize(
@@ -297,6 +298,30 @@ def test_the_first_creation_sweeps_what_an_owner_that_ended_left_and_nothing_of_
         assert await other.sweep() == ()
         await other.close()
         await provider.kill([mine.id, orphan.id])
+
+    rig.run(body)
+
+
+@pytest.mark.integration
+def test_a_container_that_another_process_took_over_is_no_orphan_of_its_maker(rig):
+    ended = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    mark = mark_of(ended.pid)
+    ended.communicate(b"\n")
+
+    async def body(provider: Provider) -> None:
+        made = await start(provider)
+        (one,) = rig.fake.containers.values()
+        one.body["Labels"][PROCESS] = msgspec.json.encode(mark).decode()
+        taker, sweeper = reopened(provider), reopened(provider)
+        taken = await taker.attach(made.id)
+        assert await sweeper.sweep() == ()
+        assert (await taken.exec(["echo", "mine"])).stdout == b"mine\n"
+        with pytest.raises(SandboxIdInUse):
+            await start(sweeper, id=made.id)
+        await taker.close()
+        await sweeper.close()
+        assert rig.fake.containers == {}
+        await made.kill()
 
     rig.run(body)
 

@@ -39,6 +39,7 @@ MODULES = (
     "e2b.envd",
     "docker.hijack",
     "docker.guest",
+    "docker.hardening",
     "prime.wire",
     "modal.driver",
     "kubernetes.websocket",

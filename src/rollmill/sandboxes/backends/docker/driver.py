@@ -18,7 +18,14 @@ from typing import Any
 
 from rollmill.errors import ImageError, RollmillError, SandboxError, SandboxIdInUse
 from rollmill.sandboxes.backends.docker.guest import ContainerGuest
-from rollmill.sandboxes.backends.docker.hardening import container, is_orphan, marks_of, owner_of, protections_of
+from rollmill.sandboxes.backends.docker.hardening import (
+    adopted_name,
+    container,
+    is_orphan,
+    marks_of,
+    owner_now,
+    protections_of,
+)
 from rollmill.sandboxes.backends.docker.settings import DockerSettings
 from rollmill.sandboxes.backends.hosted import marks as marking
 from rollmill.sandboxes.backends.hosted.driver import Found, Gone
@@ -141,6 +148,8 @@ class DockerDriver:
 
     async def create(self, spec: SandboxSpec, *, id: str, marks: Mapping[str, str], ttl_s: float) -> Found:
         """Make a container; `enter` starts it."""
+        if await self.find({marking.ID: id}):
+            raise SandboxIdInUse(f"a container of sandbox {id} exists: another process's, or one to be swept")
         await self.prepare(spec.image)
         name = self._image(spec.image)
         body = container(spec, image=name, marks=marks, owner=self._owner, settings=self._settings)
@@ -175,8 +184,27 @@ class DockerDriver:
                 if error.status == 404:
                     raise Gone(f"the container is gone: {error.words}") from error
                 raise SandboxError(f"a container cannot be started: {error.words}. Has the image /bin/sh?") from error
+        if found.access:
+            await self._take_over(found)
         disks = self._settings.writable if self._settings.read_only_root else ()
         return ContainerGuest(self._http, socket=self._socket, container=found.ref, disks=disks)
+
+    async def _take_over(self, found: Found) -> None:
+        """Write this process into a container's name, so that no sweep takes it for its maker's, who may have ended."""
+        name = found.access["name"]
+        if owner_now(name, found.marks) == self._owner:
+            return
+        try:
+            await self._call(
+                "POST",
+                f"/containers/{found.ref}/rename",
+                what="to take a container over",
+                parameters={"name": adopted_name(name, self._owner)},
+            )
+        except Refused as error:
+            if error.status == 404:
+                raise Gone(f"the container is gone: {error.words}") from error
+            raise
 
     async def protections_of(self, found: Found) -> frozenset[Protection]:
         """Return what the daemon shows that keeps a container from its host."""
@@ -199,6 +227,7 @@ class DockerDriver:
                 ref=str(one["Id"]),
                 marks=marks_of(one.get("Labels") or {}),
                 state=_STATES.get(str(one.get("State")), SandboxState.DEAD),
+                access={"name": str((one.get("Names") or ["/"])[0]).removeprefix("/")},
             )
             for one in shown or []
         ]
@@ -287,10 +316,14 @@ class DockerDriver:
     async def orphans(self) -> list[Found]:
         """Return the containers that nobody owns any more."""
         found = await self.find({})
-        owners = {owner for one in found if (owner := owner_of(one.marks)) is not None}
-        alive = {owner: is_alive(owner) for owner in owners}
-        now = time.time()
-        return [one for one in found if is_orphan(one.marks, now_wall_s=now, boot_id=boot_id(), alive=alive)]
+        owners = {one.ref: owner_now(one.access["name"], one.marks) for one in found}
+        alive = {owner: is_alive(owner) for owner in owners.values() if owner is not None}
+        now, boot = time.time(), boot_id()
+        return [
+            one
+            for one in found
+            if is_orphan(one.marks, owner=owners[one.ref], now_wall_s=now, boot_id=boot, alive=alive)
+        ]
 
     async def close(self) -> None:
         """Let go of all connections."""
@@ -317,6 +350,13 @@ class DockerProvider(HostedProvider[DockerDriver]):
             self._swept = asyncio.get_running_loop().create_task(self.sweep())
         await asyncio.shield(self._swept)
         return await super().create(spec, id=id, labels=labels, lease=lease)
+
+    async def close(self) -> None:
+        """End every sandbox of this provider and let go of all connections."""
+        if self._swept is not None:
+            self._swept.cancel()
+            await asyncio.gather(self._swept, return_exceptions=True)
+        await super().close()
 
     async def sweep(self) -> tuple[str, ...]:
         """Remove the containers of owners that ended on this machine, and those past their wall limit.

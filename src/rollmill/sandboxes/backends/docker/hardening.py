@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -30,6 +31,7 @@ _HARMLESS = frozenset(
     {"CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "SETGID", "SETUID", "SETPCAP", "NET_BIND_SERVICE"}
 )
 _KERNELS = {"runsc": Protection.OWN_KERNEL, "gvisor": Protection.OWN_KERNEL, "kata": Protection.VIRTUAL_MACHINE}
+_ADOPTED = re.compile(r"\.\.(\d+)\.(\d+)$")
 _WAIT = 'exec sleep "$1"'
 
 
@@ -138,11 +140,19 @@ def marks_of(labels: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in labels.items() if name in names}
 
 
-def is_orphan(labels: Mapping[str, str], *, now_wall_s: float, boot_id: str, alive: Mapping[ProcessMark, bool]) -> bool:
+def is_orphan(
+    labels: Mapping[str, str],
+    *,
+    owner: ProcessMark | None,
+    now_wall_s: float,
+    boot_id: str,
+    alive: Mapping[ProcessMark, bool],
+) -> bool:
     """Return whether nobody owns a container any more: its owner ended on this machine, or its wall limit is over.
 
     Args:
         labels: of the container.
+        owner: who made it, or has it now.
         now_wall_s: now.
         boot_id: of this machine; owners on others cannot be looked at.
         alive: which owners live.
@@ -153,8 +163,33 @@ def is_orphan(labels: Mapping[str, str], *, now_wall_s: float, boot_id: str, ali
         ends = math.inf
     if now_wall_s > ends + _ORPHAN_GRACE_S:
         return True
-    owner = owner_of(labels)
     return owner is not None and owner.boot_id == boot_id and not alive.get(owner, True)
+
+
+def adopted_name(name: str, mark: ProcessMark) -> str:
+    """Return the name of a container that another process took over: labels cannot be changed, a name can.
+
+    Example:
+        >>> mark = ProcessMark(pid=7, started_ticks=9, boot_id="b")
+        >>> adopted_name("rollmill-a", mark), adopted_name("rollmill-a..1.2", mark)
+        ('rollmill-a..7.9', 'rollmill-a..7.9')
+    """
+    return f"{_ADOPTED.sub('', name)}..{mark.pid}.{mark.started_ticks}"
+
+
+def owner_now(name: str, labels: Mapping[str, str]) -> ProcessMark | None:
+    """Return who has a container: the process in its name, else the one that made it.
+
+    Example:
+        >>> maker = ProcessMark(pid=1, started_ticks=2, boot_id="b")
+        >>> owner_now("rollmill-a..7.9", {PROCESS: msgspec.json.encode(maker).decode()})
+        ProcessMark(pid=7, started_ticks=9, boot_id='b')
+    """
+    maker = owner_of(labels)
+    found = _ADOPTED.search(name)
+    if maker is None or found is None:
+        return maker
+    return ProcessMark(pid=int(found[1]), started_ticks=int(found[2]), boot_id=maker.boot_id)
 
 
 def owner_of(labels: Mapping[str, str]) -> ProcessMark | None:
