@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from rollmill.sandboxes.guest import sessions
 from rollmill.sandboxes.guest.sessions import PROLOGUE, Shell, wrap
 
 START = "import os, sys; os.dup2(int(sys.argv[1]), 3); os.execv(sys.argv[2], [sys.argv[2], '-s'])"
@@ -80,3 +81,20 @@ def test_shells_run_what_was_wrapped_and_tell_each_end(program):
     assert [code for code, wanted in zip(codes, expected, strict=True) if wanted is not None] == [0, 0, 2, 5, 0, 4]
     assert codes[5] != 0  # the line had no such descriptor
     assert err
+
+
+def test_what_a_killed_line_starts_a_moment_later_is_killed_too_and_the_shell_only_when_its_time_is_over(monkeypatch):
+    now, signalled = [100.0], []
+    monkeypatch.setattr(sessions.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(sessions.jobs, "signal_descendants", lambda pid, _: signalled.append(("below", pid)))
+    monkeypatch.setattr(sessions.jobs, "kill_tree", lambda pid: signalled.append(("shell", pid)))
+    shell, _ = shell_that_runs("sleep 600")
+    shell.pid = 44
+    shell.kill("owner")  # before the shell has forked
+    while shell.due() is not None:
+        now[0] = shell.due()
+        shell.expire()
+    assert signalled[-1] == ("shell", 44)
+    assert set(signalled[:-1]) == {("below", 44)}
+    assert len(signalled) > 5
+    assert now[0] == pytest.approx(100.0 + shell.grace_s, abs=0.2)

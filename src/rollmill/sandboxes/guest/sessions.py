@@ -17,6 +17,7 @@ from rollmill.sandboxes.guest.jobs import Job
 
 MOST_LINE_BYTES = 256 * 1024
 GRACE_S = 1.0
+_AGAIN_S = 0.1
 _MOST_STATUS_BYTES = 1024 * 1024
 _TICKS = os.sysconf("SC_CLK_TCK")
 # The status descriptor moves away from those that scripts use; the function gives a line the status of the one before.
@@ -66,6 +67,7 @@ class Shell(Job):
         self._told = bytearray()
         self._told_bytes = 0
         self._patience: float | None = None
+        self._gives_up = 0.0
         self._cpu_before_s = 0.0
 
     def begin(self, number: int, request: dict[str, Any], line: str) -> None:
@@ -107,6 +109,12 @@ class Shell(Job):
         if not self.killed_by:
             self.kill("timeout")
             return
+        now = time.monotonic()
+        if now < self._gives_up:
+            # What the shell was about to start when the line was killed.
+            self._patience = min(self._gives_up, now + _AGAIN_S)
+            jobs.signal_descendants(self.pid, signal.SIGKILL)
+            return
         self._patience = None
         jobs.kill_tree(self.pid)
 
@@ -114,7 +122,8 @@ class Shell(Job):
         """Kill what the running line has started; the shell itself has a moment to go on."""
         self.killed_by = self.killed_by or reason
         if self.pid and self.exit_code is None:
-            self._patience = time.monotonic() + self.grace_s
+            now = time.monotonic()
+            self._gives_up, self._patience = now + self.grace_s, now + _AGAIN_S
             jobs.signal_descendants(self.pid, signal.SIGKILL)
 
     def end_line(self) -> dict[str, Any]:
