@@ -217,25 +217,32 @@ class Templates:
         limit_s = self._hypervisor.boot_limit_s(self._settings.boot_s)
         name = f"template-{os.getpid()}-{next(self._numbers)}"
         ended: asyncio.Future[str] = loop.create_future()
+        started: list[ProcessMark] = []
         channel = MachineChannel(on_nonsense=lambda what: _tell(ended, what))
+
+        def on_started(mark: ProcessMark) -> None:
+            started.append(mark)
+            self._on_started(name, mark)
+
+        def on_ended(what: str) -> None:
+            self._on_ended(name)  # not before: as long as there is a process there is a record of it
+            _tell(ended, what)
+
         self._on_started(name, None)
+        machine: Machine | None = None
         try:
-            machine = await self._hypervisor.boot(
-                kit, shape, name=name, on_started=lambda mark: self._on_started(name, mark),
-                on_ended=lambda what: _tell(ended, what),
-            )  # fmt: skip
-        except BaseException:
-            self._on_ended(name)
-            raise
-        try:
+            machine = await self._hypervisor.boot(kit, shape, name=name, on_started=on_started, on_ended=on_ended)
             await self._wait_for_agent(machine, channel, ended, limit_s=limit_s)
             await machine.pause()
             kept = await machine.keep(end=True)
         finally:
             channel.close()
-            machine.kill()
-            await asyncio.wait([ended], timeout=self._settings.end_s)
-            self._on_ended(name)
+            if machine is not None:
+                machine.kill()
+            if started:
+                await asyncio.wait([ended], timeout=self._settings.end_s)
+            else:
+                self._on_ended(name)
         self._hypervisor.booted()
         return Template(kept, boot_s=loop.time() - begun_s)
 
