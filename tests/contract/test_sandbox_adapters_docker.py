@@ -30,7 +30,7 @@ from rollmill.sandboxes.backends.docker import DockerProvider, DockerSettings
 from rollmill.sandboxes.backends.docker.hardening import PROCESS, container, is_orphan, owner_of, protections_of
 from rollmill.sandboxes.disk_records import ProcessMark, boot_id, mark_of
 from rollmill.sandboxes.isolation import level_of
-from sandbox_builders import LIMITS, SPEC, new_id, real_rig, start, why_no_namespaces
+from sandbox_builders import LIMITS, SPEC, new_id, real_rig, start, until, why_no_namespaces
 
 MARK = ProcessMark(pid=7, started_ticks=1, boot_id="this-boot")
 INFO = {"SecurityOptions": ["name=seccomp,profile=builtin", "name=userns"], "MemoryLimit": True, "PidsLimit": True}
@@ -222,7 +222,7 @@ def test_a_container_that_somebody_removed_was_lost_and_one_that_reached_its_mem
         with pytest.raises(SandboxDead) as raised:
             await stopped.read("/tmp/x")
         assert raised.value.reason == "exited"
-        rig.fake.containers.clear()
+        await until(lambda: rig.fake.containers == {})  # what had stopped was removed
 
     rig.run(body)
 

@@ -225,7 +225,7 @@ def test_a_sandbox_that_the_service_ended_was_lost_and_a_running_program_hears_o
         with pytest.raises(SandboxDead) as raised:
             await process.wait()
         assert (raised.value.reason, raised.value.fault) == ("provider_lost", "infrastructure")
-        assert sandbox.state is SandboxState.LOST
+        await until(lambda: sandbox.state is SandboxState.LOST)
         with pytest.raises(SandboxDead, match="provider_lost"):
             await sandbox.exec(["true"])
         with pytest.raises(SandboxIdInUse):

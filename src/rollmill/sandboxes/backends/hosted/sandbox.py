@@ -157,9 +157,9 @@ class HostedSandbox(HostedFileCalls):
             task.add_done_callback(tasks.discard)
         return task
 
-    def order_end(self, reason: DeathReason, detail: str = "") -> None:
+    def order_end(self, reason: DeathReason) -> None:
         """Order its end without waiting; the first reason stands."""
-        self._decide(death(reason, detail=detail))
+        self._decide(death(reason))
         if self._state not in (SandboxState.DEAD, SandboxState.LOST) and (self._ending is None or self._ending.done()):
             self._state = SandboxState.STOPPING
             self._ending = self.spawn(self._put_down())
@@ -175,12 +175,9 @@ class HostedSandbox(HostedFileCalls):
         for process in list(self._processes):
             process.fail(dead_error(self._id, end))
 
-    def over(self, end: Death) -> None:
+    def _over(self, end: Death) -> None:
         """Note that nothing of it is left."""
-        if self._state in (SandboxState.DEAD, SandboxState.LOST):
-            return
-        self._decide(end)
-        lost = self._death is not None and self._death.reason is DeathReason.PROVIDER_LOST
+        lost = end.reason is DeathReason.PROVIDER_LOST
         self._state = SandboxState.LOST if lost else SandboxState.DEAD
         self._on_end(self)
 
@@ -196,7 +193,7 @@ class HostedSandbox(HostedFileCalls):
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
         if self._death is not None:
-            self.over(self._death)
+            self._over(self._death)
 
     async def kill(self, reason: DeathReason = DeathReason.RELEASED) -> Death:
         """End it, and wait until the vendor says that it is gone.
@@ -231,6 +228,7 @@ class HostedSandbox(HostedFileCalls):
         if found is not None and self._driver.capabilities.extend_ttl:
             left_s = min(lease.ttl_s, self._ends_s - self._loop.time())
             await self.ask(self._driver.set_ttl(found, max(1.0, left_s) + TTL_GRACE_S))
+            self._check_alive()
         self._lease = lease
         self._lease_timer.cancel()
         self._lease_timer = self._loop.call_later(lease.ttl_s, self.order_end, DeathReason.LEASE_EXPIRED)
@@ -244,7 +242,7 @@ class HostedSandbox(HostedFileCalls):
             self._state = SandboxState.PAUSING
             try:
                 await self.ask(self._driver.pause(self.found))
-            except RollmillError:
+            except BaseException:
                 self._state = SandboxState.READY if self._death is None else self._state
                 raise
             self._state = SandboxState.PAUSED if self._death is None else self._state
@@ -295,7 +293,9 @@ class HostedSandbox(HostedFileCalls):
             if end is None and isinstance(error, Gone):
                 end = death(DeathReason.PROVIDER_LOST, detail=str(error))
             if end is not None:
-                self.over(end)
+                # Its vendor may keep something of it, such as a stopped container, so it is ended there too.
+                self._decide(end)
+                self.order_end(end.reason)
         if self._death is not None and not isinstance(error, SandboxFileError | SandboxDead):
             return dead_error(self._id, self._death)
         return as_retryable(error, product=self._driver.product, what="a call") if isinstance(error, Refused) else error
