@@ -23,7 +23,7 @@ from rollmill.sandboxes.backends.firecracker.api import Api
 from rollmill.sandboxes.backends.firecracker.requests import Request
 from rollmill.sandboxes.backends.firecracker.settings import FirecrackerSettings
 from rollmill.sandboxes.backends.microvm import accelerators
-from rollmill.sandboxes.backends.microvm.hypervisor import OnEnded, OnStarted, Shape
+from rollmill.sandboxes.backends.microvm.hypervisor import Kept, OnEnded, OnStarted, Shape
 from rollmill.sandboxes.backends.microvm.inside import VSOCK_PORT
 from rollmill.sandboxes.backends.microvm.kit import Kit
 from rollmill.sandboxes.backends.microvm.launch import identity_of, launcher
@@ -198,10 +198,9 @@ class FirecrackerHypervisor:
         machine = await self._launch(whole, files, name=name, on_started=on_started, on_ended=on_ended)
         return await self._asked(machine, *requests.boot(memory_bytes=shape.memory_bytes, disks=len(whole.disks)))
 
-    async def start(
-        self, kept: FirecrackerKept, *, name: str, on_started: OnStarted, on_ended: OnEnded
-    ) -> FirecrackerMachine:
+    async def start(self, kept: Kept, *, name: str, on_started: OnStarted, on_ended: OnEnded) -> FirecrackerMachine:
         """Start a machine from what was kept, paused."""
+        assert isinstance(kept, FirecrackerKept)  # nobody else's comes back to this one
         files = {requests.STATE: kept.state, requests.MEMORY: kept.memory}
         machine = await self._launch(kept.shape, files, name=name, on_started=on_started, on_ended=on_ended)
         return await self._asked(machine, requests.load())

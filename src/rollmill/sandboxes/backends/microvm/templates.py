@@ -18,6 +18,7 @@ import os
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from rollmill.errors import ImageError, SandboxError
 from rollmill.sandboxes.backends.microvm import disks
@@ -127,9 +128,8 @@ class Templates:
 
     async def close(self) -> None:
         """Let all go."""
-        tasks: list[asyncio.Task[Template] | asyncio.Task[_Disks] | asyncio.Task[Kit]] = [
-            *self._made.values(), *self._disks.values(), *([self._kit] if self._kit is not None else [])
-        ]  # fmt: skip
+        tasks: list[asyncio.Task[Any]] = [*self._made.values(), *self._disks.values()]
+        tasks += [] if self._kit is None else [self._kit]
         await asyncio.gather(*tasks, return_exceptions=True)
         for task in tasks:
             if task.cancelled() or task.exception() is not None:
@@ -279,6 +279,6 @@ def _tell(future: asyncio.Future[str], what: str) -> None:
         future.set_result(what)
 
 
-def _look(task: asyncio.Task[Template] | asyncio.Task[_Disks] | asyncio.Task[Kit]) -> None:
+def _look(task: asyncio.Task[Any]) -> None:
     if not task.cancelled():
         task.exception()

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 
 from rollmill.errors import SandboxError
 from rollmill.sandboxes.backends.microvm import accelerators
-from rollmill.sandboxes.backends.microvm.hypervisor import OnEnded, OnStarted, Shape
+from rollmill.sandboxes.backends.microvm.hypervisor import Kept, OnEnded, OnStarted, Shape
 from rollmill.sandboxes.backends.microvm.kit import Kit
 from rollmill.sandboxes.backends.microvm.launch import identity_of, launcher
 from rollmill.sandboxes.backends.microvm.process import MachineProcess
@@ -214,8 +214,9 @@ class QemuHypervisor:
         boot = Boot(kernel=kit.kernel, initrd=kit.initrd)
         return self._launch(whole, memory, boot, console, name=name, on_started=on_started, on_ended=on_ended)
 
-    async def start(self, kept: QemuKept, *, name: str, on_started: OnStarted, on_ended: OnEnded) -> QemuMachine:
+    async def start(self, kept: Kept, *, name: str, on_started: OnStarted, on_ended: OnEnded) -> QemuMachine:
         """Start a machine from what was kept, paused."""
+        assert isinstance(kept, QemuKept)  # nobody else's comes back to this one
         ram = os.dup(kept.memory) if kept.memory >= 0 else -1
         if ram >= 0:
             _seal(ram)
