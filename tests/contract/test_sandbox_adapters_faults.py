@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from adapter_rigs import OPENERS, AdapterRig, adapter_rig
-from loopback_http import Fault, answer_json
+from loopback_http import Answer, Fault, answer_json
 from rollmill.errors import CreateUnknown, ImageError, SandboxDead, SandboxError, SandboxRetryable, Unauthenticated
 from rollmill.sandboxes import NamedImage, Provider, SandboxSpec
 from rollmill.sandboxes.backends.http import Secret
@@ -107,6 +107,19 @@ def test_a_server_error_at_a_creation_is_unknown_too(rigs, name):
     async def body(provider: Provider) -> None:
         rig.fake.server.faults.append(Fault(CREATES[name], answer=answer_json({"message": "oops"}, 502)))
         with pytest.raises(CreateUnknown, match="oops"):
+            await start(provider)
+
+    rig.run(body)
+
+
+@pytest.mark.parametrize("content", [b"", b"no json", b"[]", b'{"id": null}'])
+@pytest.mark.parametrize("name", sorted(CREATES))
+def test_an_answer_to_a_creation_that_is_not_understood_is_unknown_too(rigs, name, content):
+    rig = rigs[name]
+
+    async def body(provider: Provider) -> None:
+        rig.fake.server.faults.append(Fault(CREATES[name], answer=Answer(201, content)))
+        with pytest.raises(CreateUnknown, match="not understood"):
             await start(provider)
 
     rig.run(body)

@@ -19,7 +19,7 @@ from rollmill.sandboxes.backends.docker.hijack import Frames
 from rollmill.sandboxes.backends.e2b import envd
 from rollmill.sandboxes.backends.e2b.connect import ConnectError, Envelopes, envelope
 from rollmill.sandboxes.backends.hosted import CLAIMS, jobs, marks, shell
-from rollmill.sandboxes.backends.hosted.driver import Ran
+from rollmill.sandboxes.backends.hosted.driver import Ran, ref_of
 from rollmill.sandboxes.backends.http import CutOff, Refused, Secret, as_retryable, retry_after_s, words_of
 from rollmill.sandboxes.backends.kubernetes import websocket
 from rollmill.sandboxes.backends.kubernetes.driver import key_of, manifest
@@ -31,6 +31,7 @@ from rollmill.sandboxes.isolation import level_of
 
 MODULES = (
     "http",
+    "hosted.driver",
     "hosted.marks",
     "hosted.process",
     "hosted.shell",
@@ -58,6 +59,12 @@ def test_examples_in_docstrings_work(name):
 @pytest.mark.parametrize("level", list(IsolationLevel))
 def test_a_claim_reaches_exactly_its_level(level):
     assert level_of(CLAIMS[level]) is level
+
+
+@pytest.mark.parametrize("value", [None, 7, "", "../x", "a/b", "a?b", "-a", "x" * 129])
+def test_what_could_lead_an_address_astray_is_no_name_of_a_sandbox(value):
+    with pytest.raises(SandboxError, match="cannot be a vendor's name"):
+        ref_of(value)
 
 
 # -- marks -----------------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ import os
 import re
 import ssl
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
@@ -194,6 +194,21 @@ def as_retryable(error: Refused, *, product: str, what: str) -> SandboxError:
             after_s=after_s,
         )
     return error
+
+
+@contextlib.contextmanager
+def understood(what: str) -> Iterator[None]:
+    """Read the answer to something that was carried out: one that is not understood counts as one that did not come.
+
+    Raises:
+        CutOff: in place of what goes wrong inside.
+    """
+    try:
+        yield
+    except CutOff:
+        raise
+    except (SandboxError, KeyError, TypeError, ValueError, AttributeError) as error:
+        raise CutOff(f"the answer to {what} is not understood, and it was carried out: {error!r}") from error
 
 
 class VendorHttp:

@@ -14,12 +14,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rollmill.errors import ImageError, SandboxError, SandboxRetryable
-from rollmill.sandboxes.backends.hosted.driver import Found, Gone, Ran
+from rollmill.sandboxes.backends.hosted.driver import Found, Gone, Ran, ref_of
 from rollmill.sandboxes.backends.hosted.jobs import JobGuest, apart, parted
 from rollmill.sandboxes.backends.hosted.provider import HostedProvider
 from rollmill.sandboxes.backends.hosted.settings import CLAIMS, HostedSettings
 from rollmill.sandboxes.backends.hosted.shell import argv_of
-from rollmill.sandboxes.backends.http import CutOff, Refused, VendorHttp, token_of
+from rollmill.sandboxes.backends.http import CutOff, Refused, VendorHttp, token_of, understood
 from rollmill.sandboxes.isolation import IsolationLevel, Protection
 from rollmill.sandboxes.lifecycle import death
 from rollmill.sandboxes.records import (
@@ -193,13 +193,14 @@ class DaytonaDriver:
             if error.status == 409:
                 raise SandboxError(f"Daytona has a sandbox rollmill-{id} already: {error.words}") from error
             raise
-        return self._found(reply.json(), marks)
+        with understood("a sandbox"):
+            return self._found(reply.json(), marks)
 
     def _found(self, shown: Mapping[str, Any], marks: Mapping[str, str] | None = None) -> Found:
         state = str(shown.get("state", "unknown"))
         known = SandboxState.STARTING if state in _BEGINNING else SandboxState.READY
         return Found(
-            ref=str(shown["id"]),
+            ref=ref_of(shown["id"]),
             marks=dict(shown.get("labels") or {}) if marks is None else marks,
             state=SandboxState.DEAD if state in _ENDED or state == "stopped" else known,
             access={"toolbox": str(shown.get("toolboxProxyUrl") or "")},

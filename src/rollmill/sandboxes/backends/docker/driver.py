@@ -28,10 +28,10 @@ from rollmill.sandboxes.backends.docker.hardening import (
 )
 from rollmill.sandboxes.backends.docker.settings import DockerSettings
 from rollmill.sandboxes.backends.hosted import marks as marking
-from rollmill.sandboxes.backends.hosted.driver import Found, Gone
+from rollmill.sandboxes.backends.hosted.driver import Found, Gone, ref_of
 from rollmill.sandboxes.backends.hosted.provider import HostedProvider
 from rollmill.sandboxes.backends.hosted.sandbox import HostedSandbox
-from rollmill.sandboxes.backends.http import Refused, VendorHttp
+from rollmill.sandboxes.backends.http import Refused, VendorHttp, understood
 from rollmill.sandboxes.disk_records import boot_id, is_alive, mark_of
 from rollmill.sandboxes.isolation import Protection
 from rollmill.sandboxes.lifecycle import death
@@ -173,7 +173,8 @@ class DockerDriver:
                 # The daemon refuses an option that this machine lacks with either; nothing was made.
                 raise SandboxError(f"the daemon makes no such container: {error.words}") from error
             raise
-        return Found(ref=str(made["Id"]), marks=marks, state=SandboxState.STARTING)
+        with understood("a container"):
+            return Found(ref=ref_of(made["Id"]), marks=marks, state=SandboxState.STARTING)
 
     async def enter(self, found: Found, spec: SandboxSpec) -> ContainerGuest:
         """Start a container unless it runs."""
@@ -224,7 +225,7 @@ class DockerDriver:
         )
         return [
             Found(
-                ref=str(one["Id"]),
+                ref=ref_of(one["Id"]),
                 marks=marks_of(one.get("Labels") or {}),
                 state=_STATES.get(str(one.get("State")), SandboxState.DEAD),
                 access={"name": str((one.get("Names") or ["/"])[0]).removeprefix("/")},

@@ -15,10 +15,10 @@ from rollmill.errors import ImageError, SandboxBusy, SandboxError
 from rollmill.sandboxes.backends.e2b.envd import Envd
 from rollmill.sandboxes.backends.e2b.settings import TOKEN_VARIABLE, E2BSettings
 from rollmill.sandboxes.backends.hosted import marks as marking
-from rollmill.sandboxes.backends.hosted.driver import Found, Gone
+from rollmill.sandboxes.backends.hosted.driver import Found, Gone, ref_of
 from rollmill.sandboxes.backends.hosted.provider import HostedProvider
 from rollmill.sandboxes.backends.hosted.settings import CLAIMS
-from rollmill.sandboxes.backends.http import Refused, VendorHttp, token_of
+from rollmill.sandboxes.backends.http import Refused, VendorHttp, token_of, understood
 from rollmill.sandboxes.isolation import Protection
 from rollmill.sandboxes.lifecycle import death
 from rollmill.sandboxes.records import (
@@ -132,7 +132,8 @@ class E2BDriver:
             if error.status == 404 or (error.status == 400 and _about_template(error.words)):
                 raise _no_template(name, error) from error
             raise
-        return self._found(reply.json(), marks)
+        with understood(f"a sandbox of template {name}"):
+            return self._found(reply.json(), marks)
 
     def _ttl(self, ttl_s: float) -> int:
         return max(1, math.ceil(min(ttl_s, self._settings.max_lifetime_s)))
@@ -141,7 +142,7 @@ class E2BDriver:
         try:
             access = {"domain": str(shown.get("domain") or ""), "token": str(shown.get("envdAccessToken") or "")}
             return Found(
-                ref=str(shown["sandboxID"]),
+                ref=ref_of(shown["sandboxID"]),
                 marks=dict(shown.get("metadata") or {}) if marks is None else marks,
                 state=_STATES.get(str(shown.get("state", "running")), SandboxState.READY),
                 access=access if "envdAccessToken" in shown or "domain" in shown else {},

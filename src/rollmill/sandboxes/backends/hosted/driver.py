@@ -6,6 +6,7 @@ Leases, deadlines of programs, caps of output, ids and the reasons of ends are t
 
 from __future__ import annotations
 
+import re
 from collections.abc import AsyncIterator, Mapping
 from typing import Protocol
 
@@ -22,6 +23,8 @@ from rollmill.sandboxes.records import (
     Usage,
 )
 
+_REF = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,127}")
+
 
 class Gone(SandboxError):
     """The vendor knows nothing of this sandbox any more."""
@@ -33,6 +36,21 @@ class Lost(SandboxError):
     """The connection to a program was lost; whether it runs is unknown."""
 
     code = "sandbox_lost"
+
+
+def ref_of(value: object) -> str:
+    """Return a vendor's name for a sandbox, which becomes a part of addresses.
+
+    Example:
+        >>> ref_of("i-1.x_Y")
+        'i-1.x_Y'
+
+    Raises:
+        SandboxError: if it is none.
+    """
+    if not isinstance(value, str) or not _REF.fullmatch(value):
+        raise SandboxError(f"{value!r} cannot be a vendor's name for a sandbox")
+    return value
 
 
 class Found(Record, frozen=True, kw_only=True):

@@ -17,10 +17,10 @@ from typing import Any
 
 from rollmill.errors import ImageError, SandboxError, SandboxIdInUse
 from rollmill.sandboxes.backends.hosted import marks as marking
-from rollmill.sandboxes.backends.hosted.driver import Found, Gone
+from rollmill.sandboxes.backends.hosted.driver import Found, Gone, ref_of
 from rollmill.sandboxes.backends.hosted.provider import HostedProvider
 from rollmill.sandboxes.backends.hosted.settings import CLAIMS
-from rollmill.sandboxes.backends.http import Refused, VendorHttp
+from rollmill.sandboxes.backends.http import Refused, VendorHttp, understood
 from rollmill.sandboxes.backends.kubernetes.guest import PodGuest
 from rollmill.sandboxes.backends.kubernetes.settings import KubernetesSettings
 from rollmill.sandboxes.isolation import Protection
@@ -172,7 +172,8 @@ class KubernetesDriver:
                     "Install the agent-sandbox controller"
                 ) from error
             raise
-        return self._found(reply.json())
+        with understood("a sandbox"):
+            return self._found(reply.json())
 
     async def _again(self, id: str, marks: Mapping[str, str], error: Refused) -> Found:
         """Return the one that has this name, if it is of the same spec."""
@@ -191,7 +192,7 @@ class KubernetesDriver:
         state = SandboxState.READY if ready.get("status") == "True" else SandboxState.STARTING
         pod = (metadata.get("annotations") or {}).get(_POD_ANNOTATION) or metadata["name"]
         return Found(
-            ref=str(metadata["name"]),
+            ref=ref_of(metadata["name"]),
             marks={str(name): str(value) for name, value in marks.items()},
             state=SandboxState.DEAD if finished.get("status") == "True" else state,
             access={"pod": str(pod)},

@@ -24,7 +24,7 @@ from rollmill.errors import (
     Unauthenticated,
 )
 from rollmill.sandboxes.backends.hosted import marks as marking
-from rollmill.sandboxes.backends.hosted.driver import Command, Exit, Found, Gone, Lost, Output, Ran
+from rollmill.sandboxes.backends.hosted.driver import Command, Exit, Found, Gone, Lost, Output, Ran, ref_of
 from rollmill.sandboxes.backends.hosted.provider import HostedProvider
 from rollmill.sandboxes.backends.hosted.settings import CLAIMS, HostedSettings
 from rollmill.sandboxes.backends.hosted.shell import SIGNAL, ShellFiles, launched, signal_name
@@ -335,7 +335,7 @@ class ModalDriver:
             memory=(memory_mib, memory_mib),
             block_network=not self._settings.internet,
         )
-        return Found(ref=sandbox.object_id, marks=marks)
+        return Found(ref=ref_of(sandbox.object_id), marks=marks)
 
     async def _sandbox(self, found: Found) -> Any:
         return await call(self._sdk.Sandbox.from_id, found.ref, what=f"a look at {found.ref}")

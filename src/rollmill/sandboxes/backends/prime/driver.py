@@ -15,12 +15,12 @@ from urllib.parse import quote
 from rollmill.errors import ImageError, SandboxError, SandboxRetryable, Unauthenticated
 from rollmill.sandboxes.backends.e2b.connect import ConnectError, parse_json, raise_error
 from rollmill.sandboxes.backends.hosted import marks as marking
-from rollmill.sandboxes.backends.hosted.driver import Found, Gone, Ran
+from rollmill.sandboxes.backends.hosted.driver import Found, Gone, Ran, ref_of
 from rollmill.sandboxes.backends.hosted.jobs import JobGuest
 from rollmill.sandboxes.backends.hosted.provider import HostedProvider
 from rollmill.sandboxes.backends.hosted.settings import CLAIMS, HostedSettings
 from rollmill.sandboxes.backends.hosted.shell import argv_of
-from rollmill.sandboxes.backends.http import CutOff, Refused, VendorHttp, token_of
+from rollmill.sandboxes.backends.http import CutOff, Refused, VendorHttp, token_of, understood
 from rollmill.sandboxes.backends.prime.wire import Events, start_request
 from rollmill.sandboxes.isolation import IsolationLevel, Protection
 from rollmill.sandboxes.lifecycle import death
@@ -238,12 +238,13 @@ class PrimeDriver:
             if error.status in (400, 404, 422) and "image" in error.words.lower():
                 raise ImageError(f"Prime cannot run the image {name!r}: {error.words}") from error
             raise
-        return self._found(reply.json())
+        with understood("a sandbox"):
+            return self._found(reply.json())
 
     def _found(self, shown: Mapping[str, Any]) -> Found:
         pairs = (str(one).partition("=") for one in shown.get("labels") or [])
         return Found(
-            ref=str(shown["id"]),
+            ref=ref_of(shown["id"]),
             marks={name: value for name, _, value in pairs},
             state=_STATES.get(str(shown.get("status")), SandboxState.DEAD),
         )
