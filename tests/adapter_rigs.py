@@ -85,7 +85,9 @@ async def open_modal(engine: Provider, directory: Path, **settings: Any) -> Open
 async def open_prime(engine: Provider, directory: Path, **settings: Any) -> Opened:
     fake = FakePrime(engine)
     await fake.server.start()
-    return PrimeProvider(PrimeSettings(api_url=f"{fake.server.url}/v1", token=Secret(PRIME_TOKEN), **settings)), fake
+    return PrimeProvider(
+        PrimeSettings(api_url=f"{fake.server.url}/api/v1", token=Secret(PRIME_TOKEN), **settings)
+    ), fake
 
 
 OPENERS: dict[str, Callable[..., Awaitable[Opened]]] = {

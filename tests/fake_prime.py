@@ -74,7 +74,8 @@ class FakePrime:
             return await self._gateway(request, parts[2], parts[-1])
         if request.headers.get("authorization") != f"Bearer {TOKEN}":
             return answer_json({"detail": "Invalid API key"}, 401)
-        assert parts[:2] == ["v1", "sandbox"]
+        assert parts[:3] == ["api", "v1", "sandbox"]
+        del parts[0]
         if len(parts) == 2:
             return await self._create(request) if request.method == "POST" else self._list(request)
         shown = self.sandboxes.get(parts[2])
@@ -106,14 +107,20 @@ class FakePrime:
         if "/" not in body["docker_image"] and ":" not in body["docker_image"]:
             return answer_json({"detail": f"docker_image {body['docker_image']!r} is not a known image"}, 422)
         assert body["vm"] is True
-        assert body["network_denylist"] == ["0.0.0.0/0"]
         ref = new_id()
         sandbox = await self._engine.create(engine_spec(pids=400), id=ref, lease=Lease(owner="fake", ttl_s=3600.0))
         shown = {
             "id": ref,
             "name": body["name"],
             "dockerImage": body["docker_image"],
+            "cpuCores": body["cpu_cores"],
             "memoryGB": body["memory_gb"],
+            "diskSizeGB": body["disk_size_gb"],
+            "diskMountPath": "/",
+            "gpuCount": 0,
+            "vm": True,
+            "createdAt": "2026-01-01T00:00:00Z",
+            "updatedAt": "2026-01-01T00:00:00Z",
             "timeoutMinutes": body["timeout_minutes"],
             "labels": body["labels"],
             "status": "PENDING",
@@ -151,15 +158,16 @@ class FakePrime:
         try:
             if verb == "upload":
                 await sandbox.write(request.query["path"], form_of(request)["file"])
-                return answer_json({"success": True, "path": request.query["path"], "size": 0})
+                shown = {"success": True, "path": request.query["path"], "size": 0}
+                return answer_json({**shown, "timestamp": "2026-01-01T00:00:00Z"})
             (length,) = struct.unpack(">I", request.body[1:5])
             command = MESSAGES["StartRequest"].FromString(request.body[5 : 5 + length]).command
             process = await sandbox.start_process(
                 [command.cmd, *command.args],
-                cwd=command.cwd,
+                cwd=command.cwd or None,
                 env={one.key: one.value for one in command.envs},
-                user=command.user,
-                timeout_s=int(request.headers["connect-timeout-ms"]) / 1000,
+                user=command.user or None,
+                timeout_s=int(request.headers.get("connect-timeout-ms", 60_000)) / 1000,
                 output_cap_bytes=GIB,
             )
         except SandboxDead:

@@ -21,7 +21,7 @@ CREATES = {
     "docker": "POST /v1.41/containers/create",
     "e2b": "POST /v2/sandboxes",
     "kubernetes": "POST /apis/agents.x-k8s.io/v1beta1/namespaces/default/sandboxes",
-    "prime": "POST /v1/sandbox",
+    "prime": "POST /api/v1/sandbox",
 }
 """The request that makes a sandbox, of the vendors that are reached by HTTP."""
 
