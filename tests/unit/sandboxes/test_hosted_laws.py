@@ -310,6 +310,20 @@ def test_a_pod_has_no_privileges_no_token_and_every_limit_that_kubernetes_knows(
     assert made["metadata"]["annotations"]["rollmill.io/marks"] == '{"a":"1"}'
 
 
+def test_a_pod_is_one_that_kubernetes_takes():
+    validate = pytest.importorskip("kubernetes_validate")
+    settings = KubernetesSettings(server="http://k")
+    made = manifest(SandboxSpec(), id="a", marks={}, ends_wall_s=0.0, settings=settings)
+    template = made["spec"]["podTemplate"]
+    pod = {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {"name": "x", **template["metadata"]},
+        "spec": template["spec"],
+    }
+    validate.validate(pod, "1.33", strict=True)
+
+
 def test_a_cluster_that_nobody_names_is_refused_with_a_way_out(monkeypatch):
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
     with pytest.raises(ConfigError, match="kubectl proxy"):
