@@ -23,7 +23,8 @@ from rollmill.sandboxes.backends.microvm.cpio import Archive
 PACKAGES = "linux-image-cloud-amd64 busybox-static"
 MODULES = ("virtio_pci", "virtio_mmio", "virtio_blk", "virtio_console", "vmw_vsock_virtio_transport", "overlay")
 _AGENT_DIRECTORIES = ("proc", "sys", "dev", "tmp", "image", "run", "etc", "mnt")
-_STANDIN_DIRECTORIES = ("bin", "sbin", "usr/bin", "usr/sbin", "etc", "root", "home", "tmp", "var/tmp", "run")
+# What else a root has is made for each sandbox, in its own layer.
+_STANDIN_DIRECTORIES = ("bin", "sbin", "usr/bin", "usr/sbin", "etc")
 _NUMBERS = re.compile(r"\d+")
 _INIT = """#!/bin/busybox sh
 export PATH=/bin
