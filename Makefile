@@ -24,7 +24,7 @@ export GOMP_SPINCOUNT := 0
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: help train test test-all test-ci test-vllm test-gvisor lint format types docs bench proto clean
+.PHONY: help train test test-all test-ci test-vllm test-gvisor test-qemu lint format types docs bench proto clean
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -74,7 +74,8 @@ test-all: $(VENV)/.dev ## Run all tests that need no GPU
 # too.
 test-ci: $(VENV)/.dev ## Run the main job for real, end to end, and lose its processes
 	$(BIN)/python -m pytest -m "slow and not gpu" tests/integration \
-	  -k "not kill_rounds_real and not shipped_job and not vllm and not sglang and not gvisor" $(ARGS)
+	  -k "not kill_rounds_real and not shipped_job and not vllm and not sglang and not gvisor and not qemu and not machine_crashes" \
+	  $(ARGS)
 
 test-vllm: $(VENV)/.dev ## Hold a real vLLM to the contract of all engines (3.5 GB for its environment the first time)
 	$(BIN)/rollmill engine install vllm
@@ -85,6 +86,11 @@ test-gvisor: $(VENV)/.dev ## Hold gVisor's sandboxes to the contract and the att
 	command -v runsc >/dev/null || $(BIN)/rollmill sandbox build-runsc
 	REQUIRE_GVISOR=1 $(BIN)/python -m pytest -m "slow and not gpu" tests/contract/test_sandbox_gvisor_contract.py \
 	  tests/integration/test_sandbox_gvisor.py tests/integration/test_sandbox_gvisor_abuse.py $(ARGS)
+
+test-qemu: $(VENV)/.dev ## Hold machines under QEMU, emulated, and the fake of Firecracker to the contract and the kills
+	$(BIN)/python -m pytest -m "slow and not gpu" tests/contract/test_sandbox_qemu_contract.py \
+	  tests/contract/test_sandbox_firecracker_contract.py tests/integration/test_sandbox_qemu.py \
+	  tests/integration/test_sandbox_machine_crashes.py $(ARGS)
 
 lint: $(VENV)/.dev ## Check format and style
 	$(BIN)/ruff format --check .
