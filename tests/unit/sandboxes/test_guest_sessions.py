@@ -91,8 +91,8 @@ def test_what_a_killed_line_starts_a_moment_later_is_killed_too_and_the_shell_on
     shell, _ = shell_that_runs("sleep 600")
     shell.pid = 44
     shell.kill("owner")  # before the shell has forked
-    while shell.due() is not None:
-        now[0] = shell.due()
+    while (at := shell.due()) is not None:
+        now[0] = at
         shell.expire()
     assert signalled[-1] == ("shell", 44)
     assert set(signalled[:-1]) == {("below", 44)}

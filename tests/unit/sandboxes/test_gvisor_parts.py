@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -64,6 +65,11 @@ def test_there_is_no_network_and_files_are_written_where_the_host_counts_them():
     flags = oci.global_flags(state="/st", platform="", log="/lo")
     assert flags == ["--root=/st", "--network=none", "--ignore-cgroups", "--overlay2=none", "--log=/lo"]
     assert oci.global_flags(state="/st", platform="systrap", log="/lo")[-1] == "--platform=systrap"
+
+
+def test_the_file_of_memory_is_bounded_in_whole_gibibytes():
+    gib = 1 << 30
+    assert [oci.memory_file_bytes(one) for one in (1, gib, gib + 1, 5 * gib)] == [gib, gib, 2 * gib, 5 * gib]
 
 
 @pytest.mark.parametrize(
@@ -149,8 +155,9 @@ def test_the_runtime_of_the_path_goes_before_the_one_that_was_built(tmp_path, mo
 def test_less_than_a_kernel_of_its_own_must_be_asked_for():
     assert GvisorSettings().minimum_isolation is IsolationLevel.OWN_KERNEL
     for name in ("runtime_bytes", "runtime_threads", "verb_s", "checkpoint_s"):
+        changes: dict[str, Any] = {name: 0}
         with pytest.raises(ConfigError, match=f"{name} is 0"):
-            GvisorSettings(**{name: 0})
+            GvisorSettings(**changes)
 
 
 # -- the build -------------------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ NAME = "sandbox"
 KEEP_TMP = "tmp/.rollmill"
 """Made before the runtime starts and removed by the agent: over an empty /tmp the runtime mounts one of its own, which
 nothing bounds and no snapshot has."""
+_GIB = 1024**3
 _CAPABILITIES = ("CHOWN", "DAC_OVERRIDE", "DAC_READ_SEARCH", "FOWNER", "FSETID", "KILL", "SETGID", "SETUID")
 _KEPT = [f"CAP_{_CAPABILITIES[number]}" for number in KEPT_CAPABILITIES]
 # Packages made by hand, as in the zygote: what is shown inside is the guest package alone.
@@ -84,6 +85,14 @@ def configuration(
         ],
         "linux": {"namespaces": []},
     }
+
+
+def memory_file_bytes(memory_bytes: int) -> int:
+    """Return the bound on the file in which the runtime keeps the memory of a sandbox: whole GiB, as it grows.
+
+    Where no group counts memory, this is what bounds the sandbox as a whole.
+    """
+    return -(-memory_bytes // _GIB) * _GIB
 
 
 def global_flags(*, state: str, platform: str, log: str) -> list[str]:

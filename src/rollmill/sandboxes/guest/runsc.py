@@ -15,6 +15,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import resource
 import select
 import signal
 import socket
@@ -219,6 +220,9 @@ class _Supervisor:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             kernel.close_all_except((0, 1, 2, self._runtime, *kept))
+            if zygote.MEMORY not in self._plan["held"]:
+                bound = oci.memory_file_bytes(self._plan["runtime_memory_bytes"])
+                resource.setrlimit(resource.RLIMIT_FSIZE, (bound, bound))
             environment = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "HOME": "/", "TMPDIR": _RUN}
             os.execve(self._runtime, ["runsc", *self._flags, *command], environment)
         except BaseException as error:

@@ -144,6 +144,7 @@ class GvisorProvider(NamespaceProvider):
             loader=self._toolbox.loader,
             hidden=self._toolbox.hidden,
             memory=sandbox.memory,
+            runtime_memory_bytes=order["caps"]["memory_bytes"],
         )
         return order
 
