@@ -76,6 +76,11 @@ _DIRECTORY = click.option(
     help="End sandboxes that hold a bomb; without it their caps alone hold.",
 )
 @click.option(
+    "--without-internet",
+    is_flag=True,
+    help="Make sandboxes for callers who ask for the internet too; they have none. Older SDKs always ask.",
+)
+@click.option(
     "--snapshots",
     type=click.Path(path_type=Path),
     default=None,
@@ -93,6 +98,7 @@ def serve_command(
     domain: str | None,
     minimum_isolation: str,
     watchdog: bool,
+    without_internet: bool,
     snapshots: Path | None,
     store: Path | None,
     directory: Path | None,
@@ -110,6 +116,7 @@ def serve_command(
         max_sandboxes=max_sandboxes,
         max_timeout_s=max_timeout_s,
         default_timeout_s=min(300.0, max_timeout_s),
+        without_internet=without_internet,
     )
     backend = NamespaceSettings(
         directory=directory,

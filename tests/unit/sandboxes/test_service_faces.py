@@ -91,6 +91,26 @@ def start(*argv: str, **more: Any) -> dict[str, Any]:
     return {"process": {"cmd": argv[0], "args": list(argv[1:])}, "stdin": False, **more}
 
 
+def test_whoever_asks_for_the_internet_gets_a_sandbox_without_it_only_if_the_service_was_told_so():
+    async def refused(world: World) -> None:
+        body = {"templateID": "base", "allow_internet_access": True}
+        answer = await world.client.post("/v2/sandboxes", json=body, headers=KEY)
+        assert (answer.status_code, world.node.all()) == (501, {})
+        assert "start the service with --without-internet" in answer.json()["message"]
+
+    async def passed_over(world: World) -> None:
+        made = await world.create(allow_internet_access=True)
+        shown = await world.client.get(f"/sandboxes/{made['sandboxID']}", headers=KEY)
+        assert shown.json()["allowInternetAccess"] is False
+        body = {"templateID": "base", "allow_internet_access": True, "network": {"allowOut": ["1.1.1.1"]}}
+        answer = await world.client.post("/v2/sandboxes", json=body, headers=KEY)
+        assert answer.status_code == 501
+        assert "not to be had here: network.allowOut." in answer.json()["message"]
+
+    served(refused)
+    served(passed_over, without_internet=True)
+
+
 # -- encodings --------------------------------------------------------------------------------------------------------
 
 

@@ -55,11 +55,15 @@ class NewSandbox(Asked, frozen=True, kw_only=True):
     iam: Any = None
     volume_mounts: tuple[Any, ...] | None = None
 
-    def unsupported(self) -> str:
-        """Return what of this cannot be had here, empty if all can."""
+    def unsupported(self, *, without_internet: bool) -> str:
+        """Return what of this cannot be had here, empty if all can.
+
+        Args:
+            without_internet: pass over that the internet is asked for.
+        """
         network = self.network or NetworkAsked()
         wanted = {
-            "allow_internet_access": self.allow_internet_access,
+            "allow_internet_access": self.allow_internet_access and not without_internet,
             "network.allowOut": network.allow_out,
             "network.rules": network.rules,
             "network.egressProxy": network.egress_proxy,

@@ -233,7 +233,8 @@ class Node:
         if alive + count > most:
             raise HttpProblem(
                 429,
-                f"{alive} sandboxes are here, {count} are asked for, and {most} may be (max_sandboxes); end some first",
+                f"{alive} sandboxes are here and {most} may be (max_sandboxes): no room for {count} more; "
+                "end some first",
                 after_s=_RETRY_S,
             )
         self._starting += count

@@ -26,6 +26,8 @@ class ServiceSettings(Record, frozen=True, kw_only=True):
             `root`.
         image_names: a template that the settings file does not name is taken for the name of an image that the backend
             knows, with the limits of an unnamed template; else it is refused.
+        without_internet: a caller who asks for the internet gets a sandbox that has none, as all have; else the call is
+            refused. Older versions of the public SDK, such as 2.45, always ask.
         max_body_bytes: of calls of the control API.
         max_message_bytes: of one message to a program or about files.
         max_upload_bytes: of one upload as a form, which is held in memory until it is whole. Files that are sent as
@@ -48,6 +50,7 @@ class ServiceSettings(Record, frozen=True, kw_only=True):
     transition_s: float = 60.0
     default_user: str = ""
     image_names: bool = True
+    without_internet: bool = False
     max_body_bytes: int = _MIB
     max_message_bytes: int = 16 * _MIB
     max_upload_bytes: int = 64 * _MIB
