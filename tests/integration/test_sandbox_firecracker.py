@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -78,6 +79,36 @@ def test_a_sandbox_goes_on_over_a_new_connection_after_its_snapshot(rig):
         await sandbox.kill()
 
     rig.run(body)
+
+
+def test_a_snapshot_whose_caller_was_cancelled_is_carried_through_and_the_sandbox_goes_on(rig):
+    async def body(provider: Provider) -> None:
+        sandbox = await start(provider)
+        name = new_id()
+        taking = asyncio.ensure_future(sandbox.snapshot(id=name))
+        await until(lambda: sandbox.state is SandboxState.SNAPSHOTTING)
+        taking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await taking
+        assert (await sandbox.exec(["echo", "on"])).stdout == b"on\n"
+        assert [one.snapshot_id for one in await provider.snapshots()] == [name]
+        await provider.delete_snapshots([name])
+        await sandbox.kill()
+
+    rig.run(body)
+
+
+async def test_a_provider_that_is_closed_while_a_machine_boots_leaves_nothing(tmp_path):
+    provider = FirecrackerProvider(fake_settings(tmp_path), make_kit=fake_kit)
+    await provider.__aenter__()
+    creating = asyncio.ensure_future(start(provider))
+    await until(lambda: any(one.first_process is not None for one in provider.records.read_all()))
+    await provider.close()
+    with pytest.raises(SandboxError, match="closed"):
+        await creating
+    assert list((tmp_path / "records").iterdir()) == []
+    with pytest.raises(SandboxError, match="closed"):
+        await start(provider)
 
 
 def test_nothing_of_a_machine_is_on_disk_once_it_has_ended(rig):

@@ -26,7 +26,7 @@ _PACKAGES = ("rollmill", "rollmill.sandboxes", "rollmill.sandboxes.backends", "r
 _LONGEST_S = 60.0
 # Imported late, by these modules or by the interpreter itself.
 _LATE = ("array", "warnings", "traceback", "linecache", "encodings.utf_8", "encodings.ascii", "encodings.latin_1",
-         "encodings.idna", "importlib.util", "tempfile", "random")  # fmt: skip
+         "encodings.idna")  # fmt: skip
 _STUBS = """
 import sys, types
 for name in {packages!r}:

@@ -102,6 +102,7 @@ class MicroVmProvider:
         self._ends: OrderedDict[str, SandboxStatus] = OrderedDict()
         self._snapshots: OrderedDict[str, _Snapshot] = OrderedDict()
         self._taking: set[str] = set()
+        self._carried: set[asyncio.Task[_Snapshot]] = set()
         self._closed = False
         mark = mark_of(os.getpid())
         if mark is None:
@@ -151,6 +152,7 @@ class MicroVmProvider:
     ) -> MicroVmSandbox:
         """Start a sandbox and wait until it answers; the first of an image and size waits for a machine to boot."""
         check_id(id)
+        self._check_open()
         if id not in self._alive and id not in self._ends:
             if spec.expose:
                 raise SandboxUnsupported(
@@ -178,8 +180,11 @@ class MicroVmProvider:
     async def delete_snapshots(self, ids: Sequence[str]) -> None:
         """Let go of these; sandboxes that were made of them live on."""
         for one in ids:
-            if (snapshot := self._snapshots.pop(one, None)) is not None:
-                snapshot.kept.close()
+            self._drop_snapshot(one)
+
+    def _drop_snapshot(self, snapshot_id: str) -> None:
+        if (snapshot := self._snapshots.pop(snapshot_id, None)) is not None:
+            snapshot.kept.close()
 
     async def attach(self, id: str) -> MicroVmSandbox:
         """Return a sandbox that lives and is this provider's."""
@@ -228,6 +233,7 @@ class MicroVmProvider:
         try:
             await self.kill([*self._alive])
         finally:
+            await asyncio.gather(*self._carried, return_exceptions=True)
             await self.delete_snapshots([*self._snapshots])
             await self._templates.close()
             await self._images.close()
@@ -245,8 +251,7 @@ class MicroVmProvider:
         lease: Lease,
         snapshot: _Snapshot | None,
     ) -> MicroVmSandbox:
-        if self._closed:
-            raise SandboxError("this provider is closed; open another one")
+        self._check_open()
         origin = "" if snapshot is None else snapshot.ref.snapshot_id
         if (known_one := self._alive.get(id)) is not None:
             return await self._same(known_one, spec, origin)
@@ -276,6 +281,10 @@ class MicroVmProvider:
             if ordered is not None and sandbox.death is not None:
                 raise dead_error(id, sandbox.death) from error  # it was ended while it started, and that is why
             raise
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise SandboxError("this provider is closed; open another one")
 
     async def _same(self, sandbox: MicroVmSandbox, spec: SandboxSpec, origin: str) -> MicroVmSandbox:
         if sandbox.spec != spec or sandbox.origin != origin:
@@ -440,7 +449,8 @@ class MicroVmProvider:
     async def snapshot_of(self, sandbox: NamespaceSandbox, *, id: str, stop_processes: bool, end: bool) -> SnapshotRef:
         """Keep a sandbox as it is, with what runs in it."""
         assert isinstance(sandbox, MicroVmSandbox)  # no other is made here
-        return (await self._take(sandbox, id=check_id(id), stop_processes=stop_processes, end=end, hidden=False)).ref
+        taking = self._begin(sandbox, id=check_id(id), stop_processes=stop_processes, end=end, hidden=False)
+        return (await asyncio.shield(taking)).ref
 
     async def fork_of(
         self,
@@ -455,21 +465,38 @@ class MicroVmProvider:
         assert isinstance(sandbox, MicroVmSandbox)  # as above
         if len(set(ids)) != len(ids):
             raise SandboxIdInUse(f"each sandbox needs an id of its own, and these are {', '.join(ids)}")
-        snapshot = await self._take(
-            sandbox, id=f"fork-{os.urandom(8).hex()}", stop_processes=stop_processes, end=False, hidden=True
-        )
+        name = f"fork-{os.urandom(8).hex()}"
+        taking = self._begin(sandbox, id=name, stop_processes=stop_processes, end=False, hidden=True)
         try:
+            ref = (await asyncio.shield(taking)).ref
             made = await asyncio.gather(
-                *(self.restore(snapshot.ref, id=one, labels=labels, lease=lease) for one in ids), return_exceptions=True
+                *(self.restore(ref, id=one, labels=labels, lease=lease) for one in ids), return_exceptions=True
             )
+        except asyncio.CancelledError:
+            for one in [one for one in self._alive.values() if one.origin == name]:
+                one.order_end(DeathReason.RELEASED)
+            raise
         finally:
-            await self.delete_snapshots([snapshot.ref.snapshot_id])
+            if taking.done():
+                await self.delete_snapshots([name])
+            else:
+                taking.add_done_callback(lambda _: self._drop_snapshot(name))
         failures = [one for one in made if isinstance(one, BaseException)]
         good = [one for one in made if isinstance(one, MicroVmSandbox)]
         if failures:
             await self.kill([one.id for one in good])
             raise failures[0]
         return tuple(good)
+
+    def _begin(
+        self, sandbox: MicroVmSandbox, *, id: str, stop_processes: bool, end: bool, hidden: bool
+    ) -> asyncio.Task[_Snapshot]:
+        """Begin to keep a sandbox; it is carried through whatever becomes of who waits."""
+        task = asyncio.ensure_future(self._take(sandbox, id=id, stop_processes=stop_processes, end=end, hidden=hidden))
+        self._carried.add(task)
+        task.add_done_callback(self._carried.discard)
+        task.add_done_callback(lambda done: done.cancelled() or done.exception())
+        return task
 
     async def _take(
         self, sandbox: MicroVmSandbox, *, id: str, stop_processes: bool, end: bool, hidden: bool

@@ -109,19 +109,29 @@ class MicroVmSandbox(NamespaceSandbox):
         What is on its way to or from the agent arrives first, so that a copy begins between two frames.
         """
         assert self.machine is not None  # a sandbox that is ready has one
+        goes_on = True
         self.line.hold()
         try:
             await self._bounded(self.line.say({"vm": "hush"}, until="hushed"), "be still")
             await self._bounded(self.machine.pause(), "stop")
             kept = await self._bounded(self.machine.keep(end=end), "be kept")
-            if not end:
-                await self._bounded(self.machine.resume(), "go on")
-                if not self.machine.keeps_line:
-                    await self._bounded(self.connect(), "answer")
-                await self._bounded(self.line.say(fresh_word("go"), until="awake"), "go on")
+            goes_on = not end
             return kept
         finally:
+            if goes_on and self._death is None and self.ordered is None:
+                await self._go_on(self.machine)
             self.line.let_go()
+
+    async def _go_on(self, machine: Machine) -> None:
+        """Let it go on after it was kept, or after that failed; if it does not, it is given up."""
+        try:
+            await self._bounded(machine.resume(), "go on")
+            if not machine.keeps_line:
+                await self._bounded(self.connect(), "answer")
+            await self._bounded(self.line.say(fresh_word("go"), until="awake"), "go on")
+        except SandboxError as error:
+            self.distrust(f"it did not go on after it was kept: {error}", DeathReason.PROVIDER_LOST)
+            raise
 
     async def connect(self) -> None:
         """Connect to the agent in its machine."""

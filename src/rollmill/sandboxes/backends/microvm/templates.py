@@ -103,6 +103,7 @@ class Templates:
         self._disks: dict[str, asyncio.Task[_Disks]] = {}
         self._kit: asyncio.Task[Kit] | None = None
         self._numbers = itertools.count(1)
+        self._closed = False
 
     async def of(self, spec: SandboxSpec) -> Template:
         """Return the template for a spec; boot it at the first use.
@@ -118,7 +119,12 @@ class Templates:
             task = self._made[key] = asyncio.ensure_future(self._make(spec.image, *key))
             task.add_done_callback(_look)
         self._made.move_to_end(key)
-        template = await asyncio.shield(task)
+        try:
+            template = await asyncio.shield(task)
+        except asyncio.CancelledError:
+            if task.cancelled() and self._closed:
+                raise SandboxError("this provider was closed while a machine booted; open another one") from None
+            raise
         self._drop_oldest()
         return template
 
@@ -128,8 +134,11 @@ class Templates:
 
     async def close(self) -> None:
         """Let all go."""
+        self._closed = True
         tasks: list[asyncio.Task[Any]] = [*self._made.values(), *self._disks.values()]
         tasks += [] if self._kit is None else [self._kit]
+        for task in self._made.values():
+            task.cancel()  # a machine that boots ends with this; threads that make files end soon by themselves
         await asyncio.gather(*tasks, return_exceptions=True)
         for task in tasks:
             if task.cancelled() or task.exception() is not None:
