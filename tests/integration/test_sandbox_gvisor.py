@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import random
 import signal
@@ -386,3 +387,19 @@ def test_a_runtime_that_cannot_start_says_why_and_leaves_nothing(tmp_path):
     with gvisor_rig(tmp_path / "records", runsc=broken) as rig:
         rig.run(body)
     assert list((tmp_path / "records").iterdir()) == []
+
+
+def test_the_command_line_runs_programs_under_gvisor_and_says_what_holds(tmp_path):
+    need_gvisor(tmp_path / "probe")
+
+    def command(*words: str) -> subprocess.CompletedProcess[bytes]:
+        argv = [sys.executable, "-m", "rollmill.cli", "sandbox", *words]
+        return subprocess.run(argv, capture_output=True, timeout=90, stdin=subprocess.DEVNULL, check=False)
+
+    ran = command("run", "--backend", "gvisor", "--directory", str(tmp_path / "r"), "sh", "-c", "uname -r; exit 4")
+    assert (ran.returncode, ran.stdout) == (4, b"4.4.0\n"), ran.stderr
+    found = command("doctor", "--backend", "gvisor", "--directory", str(tmp_path / "r"), "--json")
+    assert found.returncode == 0, found.stderr
+    document = json.loads(found.stdout)
+    assert (document["backend"], document["works"], document["isolation"]) == ("gvisor", True, "own_kernel")
+    assert list((tmp_path / "r").iterdir()) == []
