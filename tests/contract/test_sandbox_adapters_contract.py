@@ -27,8 +27,8 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealRig]:
         yield rig
 
 
-ALWAYS = ("docker", "e2b")
-"""What runs with every change; the others share their machinery, and run at night."""
+ALWAYS = ("e2b",)
+"""What runs the contract with every change; the others share its machinery, and run it at night."""
 
 
 @pytest.fixture(

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterable, AsyncIterator, Awaitable
-from typing import TypeVar
+from collections.abc import AsyncIterable, AsyncIterator, Coroutine
+from typing import Any, TypeVar
 
 from rollmill.errors import SandboxExhausted, SandboxFileError
 from rollmill.sandboxes.backends.hosted.driver import Guest
@@ -34,7 +34,7 @@ class HostedFileCalls:
     async def _ready(self) -> Guest:
         raise NotImplementedError
 
-    async def _bounded(self, answer: Awaitable[T], what: str) -> T:
+    async def _bounded(self, answer: Coroutine[Any, Any, T], what: str) -> T:
         raise NotImplementedError
 
     async def read(self, path: str, *, max_bytes: int = DEFAULT_READ_BYTES) -> bytes:

@@ -42,6 +42,9 @@ T = TypeVar("T")
 TTL_GRACE_S = 15.0
 """How much later than the lease a vendor ends a sandbox: the owner comes first, and knows the reason."""
 
+_FILE_CALLS_AT_ONCE = 8
+"""Of one sandbox: each may take a few processes inside, which its programs need too."""
+
 _FIRST_PAUSE_S = 0.2
 _LONGEST_PAUSE_S = 30.0
 _log = logging.getLogger(__name__)
@@ -99,6 +102,7 @@ class HostedSandbox(HostedFileCalls):
         self.protections: frozenset[Protection] = frozenset()
         self._processes: set[HostedProcess] = set()
         self._calls = 0
+        self._places = asyncio.Semaphore(_FILE_CALLS_AT_ONCE)
         self._tasks: set[asyncio.Task[Any]] = set()
         self._ending: asyncio.Task[None] | None = None
         self._lease_timer = self._loop.call_later(lease.ttl_s, self.order_end, DeathReason.LEASE_EXPIRED)
@@ -482,15 +486,17 @@ class HostedSandbox(HostedFileCalls):
             capability="fast_python",
         )
 
-    async def _bounded(self, answer: Awaitable[T], what: str) -> T:
+    async def _bounded(self, answer: Coroutine[Any, Any, T], what: str) -> T:
         try:
-            async with asyncio.timeout(self._settings.call_s):
+            async with asyncio.timeout(self._settings.call_s), self._places:
                 return await self.ask(answer)
         except TimeoutError as error:
             raise DeadlineExceeded(
                 f"{self._driver.product} did not answer within {self._settings.call_s:g} s in sandbox {self._id}: "
                 f"{what}. Raise call_s for large files or a slow service."
             ) from error
+        finally:
+            answer.close()  # of one whose turn never came; nothing for others
 
 
 def _kill_what_started(starting: asyncio.Task[HostedProcess]) -> None:
