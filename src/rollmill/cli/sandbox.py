@@ -62,8 +62,8 @@ def _directory_option(command: Any) -> Any:
 
 
 def _backend_option(command: Any) -> Any:
-    kinds = click.Choice(["namespaces", "gvisor"])
-    text = "What runs sandboxes: the kernel's own namespaces, or gVisor's kernel within them."
+    kinds = click.Choice(["namespaces", "gvisor", "qemu"])
+    text = "What runs sandboxes: the kernel's own namespaces, gVisor's kernel within them, or machines under QEMU."
     return click.option("--backend", type=kinds, default="namespaces", show_default=True, help=text)(command)
 
 
@@ -99,8 +99,7 @@ def _backend_option(command: Any) -> Any:
 def run_command(command: tuple[str, ...], directory: Path | None, as_json: bool, **options: Any) -> None:
     """Run COMMAND in a fresh sandbox and end with its exit status; input that is piped in is passed on."""
     environment = dict(_name_and_value(one) for one in options["env"])
-    kind = GvisorSettings if options["backend"] == "gvisor" else NamespaceSettings
-    settings = kind(
+    settings = _settings_kind(options["backend"])(
         directory=directory,
         minimum_isolation=parse_level(options["minimum_isolation"]),
         images=ImageStoreSettings(directory=options["store"]),
@@ -120,6 +119,22 @@ def run_command(command: tuple[str, ...], directory: Path | None, as_json: bool,
             click.echo(f"rollmill: killed: {result.killed_by}", err=True)
     status = result.exit_code if result.exit_code >= 0 else 128 - result.exit_code
     sys.exit(_TIMED_OUT_STATUS if result.timed_out else status)
+
+
+def _settings_kind(backend: str) -> type[Any]:
+    if backend == "qemu":
+        from rollmill.sandboxes.backends.qemu import QemuSettings
+
+        return QemuSettings
+    return GvisorSettings if backend == "gvisor" else NamespaceSettings
+
+
+def _provider(settings: Any) -> Any:
+    if isinstance(settings, NamespaceSettings):
+        return GvisorProvider(settings) if isinstance(settings, GvisorSettings) else NamespaceProvider(settings)
+    from rollmill.sandboxes.backends.qemu import QemuProvider
+
+    return QemuProvider(settings)
 
 
 def _name_and_value(text: str) -> tuple[str, str]:
@@ -148,12 +163,11 @@ def _spec(options: dict[str, Any]) -> SandboxSpec:
 
 
 async def _run(
-    command: list[str], *, settings: NamespaceSettings, options: dict[str, Any], env: dict[str, str], stdin: bytes
+    command: list[str], *, settings: Any, options: dict[str, Any], env: dict[str, str], stdin: bytes
 ) -> ExecResult:
     spec = _spec(options)
     lease = Lease(owner="cli", ttl_s=spec.limits.wall_s)
-    made = GvisorProvider(settings) if isinstance(settings, GvisorSettings) else NamespaceProvider(settings)
-    async with made as provider:
+    async with _provider(settings) as provider:
         sandbox_id = f"run-{uuid.uuid4().hex[:12]}"
         sandbox = await provider.create(spec, id=sandbox_id, labels={"command": "run"}, lease=lease)
         return await sandbox.exec(
@@ -254,6 +268,10 @@ def doctor_command(directory: Path | None, as_json: bool, backend: str) -> None:
     """Make a sandbox, and say which protections hold on this machine and how to get those that are missing."""
     if backend == "gvisor":
         diagnosis = asyncio.run(diagnose_gvisor(GvisorSettings(directory=directory)))
+    elif backend == "qemu":
+        from rollmill.sandboxes.backends.qemu.diagnose import diagnose_qemu
+
+        diagnosis = asyncio.run(diagnose_qemu(_settings_kind(backend)(directory=directory)))
     else:
         diagnosis = asyncio.run(diagnose(NamespaceSettings(directory=directory)))
     show(diagnosis, text=_words(diagnosis), as_json=as_json)

@@ -16,6 +16,7 @@ import msgspec
 from rollmill.errors import RollmillError
 from rollmill.sandboxes.backends.gvisor.presence import presence
 from rollmill.sandboxes.backends.gvisor.settings import GvisorSettings
+from rollmill.sandboxes.backends.microvm import MicroVmProvider
 from rollmill.sandboxes.backends.namespaces import NamespaceProvider, NamespaceSettings
 from rollmill.sandboxes.backends.namespaces.settings import IDS_PER_SANDBOX
 from rollmill.sandboxes.guest.setup import OWNERS_NOT_MAPPED
@@ -70,7 +71,7 @@ async def diagnose(settings: NamespaceSettings) -> Diagnosis:
 
 
 async def examine(
-    opens: Callable[[], NamespaceProvider], *, backend: str, without: Collection[Protection]
+    opens: Callable[[], NamespaceProvider | MicroVmProvider], *, backend: str, without: Collection[Protection]
 ) -> tuple[Diagnosis, tuple[str, ...]]:
     """Make a sandbox with a provider, and look at it; return what was found, and all that its agent reported.
 

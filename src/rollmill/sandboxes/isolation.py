@@ -65,8 +65,8 @@ WORDS: dict[Protection, tuple[str, str]] = {
     P.PIDS_CAP: ("processes of the whole sandbox are capped by a cgroup; each user's are capped anyway", "as memory"),
     P.CPU_CAP: ("processor time per second is capped", "as memory, with the cpu controller"),
     P.FREEZE: ("the whole sandbox can be stopped at once", "a cgroup v2 hierarchy that this user may write to"),
-    P.OWN_KERNEL: ("system calls end in a kernel of its own", "the gVisor backend"),
-    P.VIRTUAL_MACHINE: ("runs in a virtual machine", "a virtual machine backend"),
+    P.OWN_KERNEL: ("system calls end in a kernel of its own", "the gVisor backend, or the QEMU backend"),
+    P.VIRTUAL_MACHINE: ("runs in a virtual machine", "the QEMU backend with KVM, or Firecracker"),
 }  # fmt: skip
 
 
