@@ -35,9 +35,9 @@ T = TypeVar("T", bound=shapes.Asked)
 Handler = Callable[[Request], Awaitable[Response]]
 
 _KEY = re.compile(r"[a-z0-9-]{1,255}")
-_NO_NETWORK = (
-    "Sandboxes of this service have no network. Older versions of the SDK always ask for the internet: name "
-    "allow_internet_access=False, or start the service with --without-internet"
+_ALWAYS_ASKED = (
+    ". Older versions of the SDK always ask for the internet: name allow_internet_access=False, or start the service "
+    "with --without-internet"
 )
 _OLD_TIMEOUT_S = 15
 """Of a resume or a creation by the first version of the API, whose callers may name none."""
@@ -123,7 +123,8 @@ class ControlFace:
     async def _create(self, request: Request, *, default_s: float) -> Response:
         asked = await self._body(request, shapes.NewSandbox)
         if missing := asked.unsupported(without_internet=self._node.settings.without_internet):
-            raise HttpProblem(501, f"not to be had here: {missing}. {_NO_NETWORK}")
+            hint = _ALWAYS_ASKED if asked.allow_internet_access else ""
+            raise HttpProblem(501, f"not to be had here: {missing}. Sandboxes of this service have no network{hint}")
         key = request.headers.get("idempotency-key", "")
         if key and not _KEY.fullmatch(key):
             raise HttpProblem(400, "the idempotency key is not 1 to 255 lowercase letters, digits and hyphens")

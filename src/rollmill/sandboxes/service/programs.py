@@ -121,7 +121,9 @@ class Program:
             last = await self._pass_on()
         except SandboxDead as error:
             # Not in the words for a sandbox that was not found: callers then ask for its health, and say what they see.
-            last = RpcProblem("unavailable", f"the sandbox ended before the stream did: {error}")
+            # Older versions of the public SDK pass these words on; newer ones say them themselves.
+            why = "the sandbox was killed or reached its end of life before the stream ended"
+            last = RpcProblem("unavailable", f"{why}: {error}")
         except RollmillError as error:
             last = rpc_problem_of(error)
         self._on_end(self)
