@@ -231,6 +231,26 @@ def test_what_runs_stands_still_while_its_sandbox_is_paused(rig):
     rig.run(body)
 
 
+def test_a_pause_that_is_cancelled_is_carried_through_and_calls_meanwhile_are_refused(rig):
+    async def body(provider: Provider) -> None:
+        sandbox: Any = await start(provider)
+        pausing = asyncio.ensure_future(sandbox.pause())
+        await until(lambda: sandbox.state is SandboxState.PAUSING)
+        pausing.cancel()
+        for call in (lambda: sandbox.exec(["true"]), sandbox.usage):
+            with pytest.raises(SandboxError, match="is being paused"):
+                await call()
+        await until(lambda: sandbox.state is SandboxState.PAUSED)
+        resuming = asyncio.ensure_future(sandbox.resume())
+        await until(lambda: sandbox.state is SandboxState.PAUSING)
+        resuming.cancel()
+        await until(lambda: sandbox.state is SandboxState.READY)
+        assert (await sandbox.exec(["true"])).exit_code == 0
+        await sandbox.kill()
+
+    rig.run(body)
+
+
 # -- losses ----------------------------------------------------------------------------------------------------------
 
 
@@ -364,10 +384,12 @@ def test_closing_a_provider_ends_what_lives_and_leaves_nothing(tmp_path):
         return [one.first_process for one in provider.records.read_all()]
 
     need_gvisor(tmp_path / "probe")
+    before = set(family(os.getpid()))
     with gvisor_rig(tmp_path / "records") as rig:
         marks = rig.run(body)
-        helpers = family(os.getpid())
+        helpers = set(family(os.getpid())) - before
     assert len(marks) == 2
+    assert len(helpers) >= 1 + 2 * 3
     assert not any(map(is_alive, marks))
     assert not any(map(psutil.Process.is_running, helpers))
     assert list((tmp_path / "records").iterdir()) == []

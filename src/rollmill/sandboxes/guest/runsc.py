@@ -30,6 +30,7 @@ RUNTIME, MEMORY = "runsc", "memory"
 LAYER = b"layer"
 _MOST_WORD_BYTES = 64 * 1024
 _MOST_COMPLAINT_BYTES = 2000
+_MOST_FILES = 16
 _RUN = "/tmp/run"
 _SHARED = "/tmp/shm"
 _IMAGE = "/tmp/memory"
@@ -47,33 +48,33 @@ class RunscZygote(Zygote):
         super().__init__(control, owner)
         self._gates: dict[int, Child] = {}
         self._written: dict[int, int] = {}
-        self._memories: dict[str, int] = {}
+        self._memories: dict[str, dict[str, int]] = {}
 
     def _create(self, order: dict[str, Any], descriptors: list[int], lent: list[int]) -> None:
-        plan, given = order["plan"], []
+        plan = order["plan"]
+        memory: dict[str, int] = {}
         try:
-            given.append(os.open(plan["runsc"], os.O_RDONLY | os.O_CLOEXEC))
+            runtime = os.open(plan["runsc"], os.O_RDONLY | os.O_CLOEXEC)
             if plan["memory"]:
-                given.append(os.dup(self._memory(plan["memory"])))
+                memory = self._memory(plan["memory"])
         except OSError as error:
-            for one in (*descriptors, *given):
+            for one in descriptors:
                 os.close(one)
             self._say({"op": "refused", "id": order["id"], "errno": error.errno or 0, "message": str(error)})
             return
-        plan["lent"] = [*plan["lent"], *(RUNTIME, MEMORY)[: len(given)]]
+        plan["lent"] = [*plan["lent"], RUNTIME, *(f"{MEMORY}/{name}" for name in memory)]
         before = set(self._children)
         try:
-            super()._create(order, descriptors, [*lent, *given])
+            super()._create(order, descriptors, [*lent, runtime, *memory.values()])
         finally:
-            for one in given:
-                os.close(one)
+            os.close(runtime)
         for descriptor in set(self._children) - before:
             child = self._children[descriptor]
             child.gate.setblocking(False)
             self._gates[child.gate.fileno()] = child
             self._poll.register(child.gate, select.POLLIN)
 
-    def _memory(self, name: str) -> int:
+    def _memory(self, name: str) -> dict[str, int]:
         if name not in self._memories:
             raise OSError(errno.ENOENT, f"the image {name} of a sandbox's memory is not held any more")
         return self._memories[name]
@@ -90,7 +91,7 @@ class RunscZygote(Zygote):
         if child is None:
             return  # buried in this turn
         try:
-            message, given, _, _ = socket.recv_fds(child.gate, _MOST_WORD_BYTES, 4)
+            message, given, _, _ = socket.recv_fds(child.gate, _MOST_WORD_BYTES, _MOST_FILES)
         except BlockingIOError:
             return  # what was ready had this number before
         except ConnectionError:
@@ -103,7 +104,7 @@ class RunscZygote(Zygote):
         else:
             answer = json.loads(message)
             if given:
-                self._memories[answer[MEMORY]] = given[0]
+                self._memories[answer[MEMORY]] = dict(zip(answer["files"], given, strict=True))
             self._say({"op": "runsc", **answer})
 
     def _on_other_order(self, order: dict[str, Any]) -> None:
@@ -116,7 +117,8 @@ class RunscZygote(Zygote):
             except OSError as error:
                 self._say({"op": "runsc", "n": order["n"], "status": error.errno or 1, "message": str(error)})
         elif order["op"] == "forget" and order[MEMORY] in self._memories:
-            os.close(self._memories.pop(order[MEMORY]))
+            for one in self._memories.pop(order[MEMORY]).values():
+                os.close(one)
 
     def _bury(self, child: Child) -> None:
         if self._gates.pop(child.gate.fileno(), None) is not None:
@@ -164,7 +166,8 @@ def _set_up(plan: dict[str, Any], *, agent: socket.socket, gate: socket.socket, 
     os.close(written)
     supervisor = _Supervisor(plan, agent=agent, gate=gate, runtime=trees[RUNTIME])
     step.name = "start the runtime"
-    supervisor.start(trees.get(MEMORY))
+    prefix = f"{MEMORY}/"
+    supervisor.start({name.removeprefix(prefix): one for name, one in trees.items() if name.startswith(prefix)})
     return supervisor
 
 
@@ -196,16 +199,14 @@ class _Supervisor:
         self._pid = 0
         self._rests = False
 
-    def start(self, memory: int | None) -> None:
-        """Start the sandbox anew, or from the image of its memory."""
-        image = ""
-        if memory is not None:
-            image = f"{_RUN}/image"
-            os.set_inheritable(memory, True)
-            os.symlink(f"/proc/self/fd/{memory}", f"{image}/checkpoint.img")
+    def start(self, memory: dict[str, int]) -> None:
+        """Start the sandbox anew, or from the files of an image of its memory."""
+        image = f"{_RUN}/image" if memory else ""
+        for name, descriptor in memory.items():
+            os.set_inheritable(descriptor, True)
+            os.symlink(f"/proc/self/fd/{descriptor}", f"{image}/{name}")
         command = oci.start_command(bundle=f"{_RUN}/bundle", image=image, one_user=not self._plan["all_users"])
-        kept = () if memory is None else (memory,)
-        self._pid = self._spawn(command, talks=True, kept=kept)
+        self._pid = self._spawn(command, talks=True, kept=tuple(memory.values()))
 
     def _spawn(self, command: list[str], *, talks: bool = False, kept: tuple[int, ...] = ()) -> int:
         pid = os.fork()
@@ -291,8 +292,11 @@ class _Supervisor:
             if answer["status"]:
                 answer["message"] = self._complaint()
             elif verb == "checkpoint":
-                given = [os.open(f"{_IMAGE}/checkpoint.img", os.O_RDONLY | os.O_CLOEXEC)]
-                answer.update({MEMORY: order[MEMORY], "size": os.fstat(given[0]).st_size})
+                names = sorted(os.listdir(_IMAGE))[:_MOST_FILES]  # one, or with later releases several
+                for name in names:
+                    given.append(os.open(f"{_IMAGE}/{name}", os.O_RDONLY | os.O_CLOEXEC))  # noqa: PERF401
+                size = sum(os.fstat(one).st_size for one in given)
+                answer.update({MEMORY: order[MEMORY], "files": names, "size": size})
         except OSError as error:
             answer.update(status=error.errno or 1, message=str(error))
         if verb == "checkpoint":

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
+from rollmill.errors import SandboxError
 from rollmill.sandboxes.backends.namespaces.channel import AgentChannel
 from rollmill.sandboxes.backends.namespaces.sandbox import NamespaceSandbox
 from rollmill.sandboxes.records import Lease, SandboxState, SnapshotRef
@@ -104,25 +105,38 @@ class GvisorSandbox(NamespaceSandbox):
         self.connection.wakes = bool(self.memory)
         self.connection.follow_number(self.number)
 
+    def check_running(self) -> None:
+        """Refuse a call while it cannot be answered."""
+        super().check_running()
+        if self._state is SandboxState.PAUSING:
+            raise SandboxError(f"sandbox {self.id} is being paused or resumed and answers nothing until that is done")
+
     async def pause(self) -> None:
-        """Stop every process at once; memory stays taken."""
+        """Stop every process at once; memory stays taken. Carried through when the caller is cancelled."""
         await self.awake_or_paused()
-        if self._state is not SandboxState.READY:
-            return
-        self._state = SandboxState.PAUSING
-        try:
-            await self.runtime.verb(self, "pause")
-        except BaseException:
-            self._leave(SandboxState.PAUSING, SandboxState.READY)
-            raise
-        self._leave(SandboxState.PAUSING, SandboxState.PAUSED)
+        if self._state is SandboxState.READY:
+            self._state = SandboxState.PAUSING
+            await self._carry("pause", failed=SandboxState.READY, done=SandboxState.PAUSED)
 
     async def resume(self) -> None:
-        """Let every process go on."""
+        """Let every process go on. Carried through when the caller is cancelled."""
         self._check_alive()
         if self._state is SandboxState.PAUSED:
-            await self.runtime.verb(self, "resume")
-            self._leave(SandboxState.PAUSED, SandboxState.READY)
+            self._state = SandboxState.PAUSING
+            await self._carry("resume", failed=SandboxState.PAUSED, done=SandboxState.READY)
+
+    async def _carry(self, verb: str, *, failed: SandboxState, done: SandboxState) -> None:
+        async def carry() -> None:
+            try:
+                await self.runtime.verb(self, verb)
+            except BaseException:
+                self._leave(SandboxState.PAUSING, failed)
+                raise
+            self._leave(SandboxState.PAUSING, done)
+
+        work = asyncio.ensure_future(carry())
+        work.add_done_callback(lambda future: future.cancelled() or future.exception())
+        await asyncio.shield(work)
 
     def _leave(self, before: SandboxState, after: SandboxState) -> None:
         if self._state is before:  # it may have ended meanwhile
