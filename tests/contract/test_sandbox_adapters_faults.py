@@ -206,7 +206,7 @@ def test_a_job_whose_files_a_program_removed_is_an_error_that_says_so(rigs, name
 @pytest.mark.parametrize("name", sorted(OPENERS))
 def test_a_program_whose_daemon_keeps_its_output_open_ends_by_itself(rigs, name):
     rig = rigs[name]
-    if name in ("e2b", "modal", "kubernetes", "prime"):
+    if name in ("e2b", "modal", "kubernetes"):
         pytest.skip("these wait for the output's end themselves; their fakes do not")
 
     async def body(provider: Provider) -> None:
