@@ -63,7 +63,7 @@ def test_less_isolation_than_asked_for_is_an_error_that_says_what_to_do(tmp_path
     done = command("run", "--minimum-isolation", "virtual_machine", "true", directory=tmp_path)
     assert done.returncode == 2
     assert b"error [isolation]" in done.stderr
-    assert b"a virtual machine backend" in done.stderr
+    assert b"the QEMU backend with KVM" in done.stderr
 
 
 def test_the_doctor_says_what_holds(tmp_path):

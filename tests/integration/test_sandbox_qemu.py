@@ -6,6 +6,8 @@ import asyncio
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -255,3 +257,15 @@ def test_a_template_that_does_not_boot_in_time_says_so_and_leaves_nothing(tmp_pa
             assert list(tmp_path.iterdir()) == []
 
         rig.run(body)
+
+
+def test_the_command_line_runs_a_program_in_a_machine_and_passes_its_end_on(tmp_path):
+    if reason := why_no_qemu():
+        pytest.skip(f"no machines under QEMU here: {reason}")
+    words = ["sandbox", "run", "--backend", "qemu", "--directory", str(tmp_path), "--", "sh", "-c", "uname -r; exit 7"]
+    done = subprocess.run(
+        [sys.executable, "-m", "rollmill.cli", *words], capture_output=True, timeout=110, stdin=subprocess.DEVNULL
+    )
+    assert (done.returncode, done.stderr) == (7, b"")
+    assert done.stdout.decode().strip() not in ("", os.uname().release)
+    assert list(tmp_path.iterdir()) == []
