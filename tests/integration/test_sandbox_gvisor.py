@@ -197,6 +197,27 @@ def test_an_image_of_memory_for_which_there_is_no_room_is_refused_and_the_sandbo
         rig.run(body)
 
 
+@needs_root
+def test_when_there_is_no_room_for_the_files_the_processes_go_on_unharmed(tmp_path):
+    async def body(provider: Provider) -> None:
+        sandbox: Any = await start(provider)
+        process = await counting(sandbox)
+        before = await counted(sandbox)
+        with pytest.raises(SandboxRetryable, match="inodes has no room"):
+            await sandbox.snapshot(id=new_id(), full=True)
+        async with asyncio.timeout(30):
+            while await counted(sandbox) <= before:  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+        assert sandbox.state is SandboxState.BUSY
+        await process.signal(signal.SIGKILL)
+        assert (await process.wait()).killed_by == "owner"
+        await sandbox.kill()
+
+    need_gvisor(tmp_path / "probe")
+    with gvisor_rig(tmp_path / "records", snapshot_inodes=10) as rig:
+        rig.run(body)
+
+
 @pytest.mark.skipif(os.geteuid() == 0, reason="as root the runtime can restore processes")
 def test_without_root_a_snapshot_with_processes_is_refused_and_one_of_files_is_not(rig):
     async def body(provider: Provider) -> None:

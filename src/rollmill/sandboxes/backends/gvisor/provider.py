@@ -19,7 +19,7 @@ from rollmill.sandboxes.backends.gvisor.settings import GvisorSettings
 from rollmill.sandboxes.backends.gvisor.toolbox import Toolbox, probe
 from rollmill.sandboxes.backends.namespaces.provider import NamespaceProvider
 from rollmill.sandboxes.backends.namespaces.sandbox import NamespaceSandbox
-from rollmill.sandboxes.backends.namespaces.snapshot_book import Kept
+from rollmill.sandboxes.backends.namespaces.snapshot_book import Kept, Layer
 from rollmill.sandboxes.backends.namespaces.zygote_link import ZygoteLink
 from rollmill.sandboxes.disk_records import ProcessMark
 from rollmill.sandboxes.records import Capabilities, DeathReason, Lease, SandboxSpec, SnapshotRef
@@ -85,6 +85,22 @@ class GvisorProvider(NamespaceProvider):
             users=restores,
         )
 
+    async def create(
+        self, spec: SandboxSpec, *, id: str, labels: Mapping[str, str] | None = None, lease: Lease
+    ) -> GvisorSandbox:
+        """Start a sandbox and wait until it answers."""
+        return _own(await super().create(spec, id=id, labels=labels, lease=lease))
+
+    async def restore(
+        self, ref: SnapshotRef, *, id: str, labels: Mapping[str, str] | None = None, lease: Lease
+    ) -> GvisorSandbox:
+        """Start a sandbox with the files of a snapshot, and with its processes if it has them."""
+        return _own(await super().restore(ref, id=id, labels=labels, lease=lease))
+
+    async def attach(self, id: str) -> GvisorSandbox:
+        """Return a sandbox that lives and is this provider's."""
+        return _own(await super().attach(id))
+
     async def delete_snapshots(self, ids: Sequence[str]) -> None:
         """Let go of these; one that is not known counts as deleted."""
         for one in ids:
@@ -112,8 +128,8 @@ class GvisorProvider(NamespaceProvider):
         kept: Kept | None,
     ) -> NamespaceSandbox:
         sandbox = super()._register(spec, sandbox_id=sandbox_id, labels=labels, lease=lease, helper=helper, kept=kept)
-        if kept is not None and isinstance(sandbox, GvisorSandbox):
-            self._wake_from(sandbox, self._of_snapshot.get(kept.ref.snapshot_id, ""))
+        if kept is not None:
+            self._wake_from(_own(sandbox), self._of_snapshot.get(kept.ref.snapshot_id, ""))
         return sandbox
 
     def _wake_from(self, sandbox: GvisorSandbox, name: str) -> None:
@@ -122,7 +138,7 @@ class GvisorProvider(NamespaceProvider):
             sandbox.memory, sandbox.number = name, memory.number
 
     async def _start(self, sandbox: NamespaceSandbox, zygote: ZygoteLink) -> NamespaceSandbox:
-        assert isinstance(sandbox, GvisorSandbox)  # `_sandbox_type`
+        sandbox = _own(sandbox)
         sandbox.prepare_start()
         try:
             return await super()._start(sandbox, zygote)
@@ -131,7 +147,6 @@ class GvisorProvider(NamespaceProvider):
             sandbox.memory = ""
 
     def _order(self, sandbox: NamespaceSandbox) -> dict[str, Any]:
-        assert isinstance(sandbox, GvisorSandbox)
         assert self._toolbox is not None  # a zygote was started
         order = super()._order(sandbox)
         limits = sandbox.spec.limits
@@ -143,7 +158,7 @@ class GvisorProvider(NamespaceProvider):
             platform=self._gvisor.platform,
             loader=self._toolbox.loader,
             hidden=self._toolbox.hidden,
-            memory=sandbox.memory,
+            memory=_own(sandbox).memory,
             runtime_memory_bytes=order["caps"]["memory_bytes"],
         )
         return order
@@ -243,8 +258,9 @@ class GvisorProvider(NamespaceProvider):
             self._full.discard(name)
 
     async def _take(self, sandbox: NamespaceSandbox, *, id: str, force: bool, end: bool, to_keep: bool) -> SnapshotRef:
-        if id not in self._full or not isinstance(sandbox, GvisorSandbox):
+        if id not in self._full:
             return await super()._take(sandbox, id=id, force=force, end=end, to_keep=to_keep)
+        sandbox = _own(sandbox)
         sandbox.freezes_for = id
         try:
             return await super()._take(sandbox, id=id, force=force, end=end, to_keep=to_keep)
@@ -254,6 +270,18 @@ class GvisorProvider(NamespaceProvider):
         finally:
             sandbox.freezes_for = ""
             self._full.discard(id)
+
+    async def _hold(self, sandbox: NamespaceSandbox, *, force: bool) -> Layer:
+        try:
+            return await super()._hold(sandbox, force=force)
+        except BaseException as error:
+            if _own(sandbox).memory:  # written, so that its runtime has ended; without its files it cannot wake
+                sandbox.distrust(f"its files could not be held beside its memory: {error}", DeathReason.PROVIDER_LOST)
+            raise
+
+    def check_room(self, sandbox: GvisorSandbox, *, disk_bytes: int, inodes: int) -> None:
+        """Refuse files for which there is no room, before anything is stopped for them."""
+        self._snapshots.book.reserve(sandbox.id, disk_bytes=disk_bytes, inodes=inodes)
 
     def _check_full(self, sandbox: GvisorSandbox) -> None:
         if not self._settings.maps_ranges():
@@ -270,3 +298,8 @@ class GvisorProvider(NamespaceProvider):
                 "held. Delete snapshots that nobody needs, or raise snapshot_bytes of the settings.",
                 after_s=_RETRY_AFTER_S,
             )
+
+
+def _own(sandbox: NamespaceSandbox) -> GvisorSandbox:
+    assert isinstance(sandbox, GvisorSandbox)  # `_sandbox_type`: this provider makes no other
+    return sandbox

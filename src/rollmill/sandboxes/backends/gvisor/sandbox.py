@@ -61,6 +61,10 @@ class GvisorHome(Protocol):
         """Have the runtime do something."""
         ...
 
+    def check_room(self, sandbox: GvisorSandbox, *, disk_bytes: int, inodes: int) -> None:
+        """Refuse files for which there is no room."""
+        ...
+
     async def full_snapshot_of(self, sandbox: GvisorSandbox, *, id: str, end: bool) -> SnapshotRef:
         """Take a snapshot with processes."""
         ...
@@ -180,6 +184,7 @@ class GvisorSandbox(NamespaceSandbox):
             return await super().hand_layer_out(force=force)
         message, _ = await self.answered(self.channel.ask({"op": "hold"}))
         try:
+            self.runtime.check_room(self, disk_bytes=message.disk_bytes, inodes=message.inodes)
             await self.runtime.verb(self, "checkpoint")
         except BaseException:
             self.connection.wake()

@@ -18,7 +18,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 import msgspec
 
@@ -92,7 +92,7 @@ class NamespaceProvider(SnapshotCalls):
         self._numbers = itertools.count(os.getpid())
         self._owner = _own_mark()
 
-    async def __aenter__(self) -> NamespaceProvider:
+    async def __aenter__(self) -> Self:
         """Sweep what killed owners left, and start the zygote."""
         report = await asyncio.get_running_loop().run_in_executor(None, sweep, self.records)
         if self._observer is not None:
