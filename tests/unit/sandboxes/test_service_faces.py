@@ -111,6 +111,41 @@ def test_whoever_asks_for_the_internet_gets_a_sandbox_without_it_only_if_the_ser
     served(passed_over, without_internet=True)
 
 
+class Dying:
+    """A process that is gone a while after it was killed."""
+
+    def __init__(self, inner: Any, *, after_s: float) -> None:
+        self._inner, self._after_s = inner, after_s
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    async def signal(self, number: int) -> None:
+        loop = asyncio.get_running_loop()
+        loop.call_later(self._after_s, lambda: loop.create_task(self._inner.signal(number)))
+
+
+@pytest.mark.parametrize(("after_s", "waited_s", "left"), [(0.5, 0.5, 0), (100.0, 1.0, 1)])
+def test_a_kill_is_answered_when_the_program_is_gone_but_not_much_later(after_s, waited_s, left):
+    async def scenario(world: World) -> None:
+        await world.create()
+        hearing = asyncio.ensure_future(world.stream("process.Process/Start", start("sleep", "1000")))
+        await asyncio.sleep(1.0)  # virtual: it runs by then
+        (running,) = world.served.programs.infos()
+        program = world.served.programs.find(wire.Selector(pid=running.pid))
+        dying: Any = Dying(program.process, after_s=after_s)
+        program.process = dying
+        began_s = asyncio.get_running_loop().time()
+        body = {"process": {"pid": program.pid}, "signal": "SIGNAL_SIGKILL"}
+        answer = await world.call("process.Process/SendSignal", body)
+        assert answer.status_code == 200, answer.text
+        assert asyncio.get_running_loop().time() - began_s == pytest.approx(waited_s)
+        assert len(world.served.programs.infos()) == left
+        await hearing
+
+    served(scenario)
+
+
 # -- encodings --------------------------------------------------------------------------------------------------------
 
 

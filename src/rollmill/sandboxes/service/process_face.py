@@ -171,7 +171,11 @@ class ProcessFace:
         number = _SIGNALS.get(message.signal) if isinstance(message.signal, Signal) else message.signal
         if number is None or number not in _SIGNALS.values():
             raise RpcProblem("invalid_argument", f"the signal {message.signal} is not sent; SIGTERM and SIGKILL are")
-        await call.served.programs.find(message.process).process.signal(int(number))
+        program = call.served.programs.find(message.process)
+        if number == signal.SIGKILL:
+            await program.kill()
+        else:
+            await program.process.signal(int(number))
         return Empty()
 
     async def _stream_input(self, request: Request) -> Response:

@@ -5,6 +5,7 @@
 | the pump of a program | its output and its end | its timeout, or the sandbox's end |
 | the pump | room at each hearer | `stream_stall_s`: then that hearer is dropped, and the program goes on |
 | a hearer | the next piece | its caller's own deadline |
+| whoever killed it | its end | one second |
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import signal
 from collections.abc import Callable
 
 from rollmill.errors import RollmillError, SandboxDead
@@ -25,6 +27,8 @@ from rollmill.sandboxes.service.wire import DataEvent, EndEvent, ProcessConfig, 
 _log = logging.getLogger(__name__)
 _PIECES = 64
 """That may wait at one hearer; an agent sends 128 KiB at most in one."""
+
+_GONE_S = 1.0
 
 Piece = DataEvent | EndEvent | RpcProblem
 
@@ -94,6 +98,7 @@ class Program:
         self.asked = asked
         self._stall_s, self._on_end = stall_s, on_end
         self._hearers: set[Hearer] = set()
+        self._has_ended = asyncio.Event()
 
     @property
     def pid(self) -> int:
@@ -127,7 +132,15 @@ class Program:
         except RollmillError as error:
             last = rpc_problem_of(error)
         self._on_end(self)
+        self._has_ended.set()
         await self._tell(last)
+
+    async def kill(self) -> None:
+        """Kill it, and give it a moment to be gone: whoever looks after this finds no process that is still dying."""
+        await self.process.signal(signal.SIGKILL)
+        with contextlib.suppress(TimeoutError):  # what the kernel holds longer goes when it lets go
+            async with asyncio.timeout(_GONE_S):
+                await self._has_ended.wait()
 
     async def _pass_on(self) -> Piece:
         async for stream, data in self.process.output():
