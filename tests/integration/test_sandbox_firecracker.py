@@ -9,13 +9,14 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from microvm_builders import MachineRig, fake_kit, fake_settings, firecracker_rig
-from rollmill.errors import ImageError, SandboxError
-from rollmill.sandboxes import Culprit, DeathReason, Lease, Provider, SandboxState
+from rollmill.errors import ImageError, SandboxError, SandboxRetryable
+from rollmill.sandboxes import Culprit, DeathReason, Lease, Provider, SandboxSpec, SandboxState
 from rollmill.sandboxes.backends.firecracker import FirecrackerProvider, FirecrackerSettings
-from sandbox_builders import new_id, start, until, why_no_namespaces
+from sandbox_builders import LIMITS, new_id, start, until, why_no_namespaces
 
 pytestmark = [pytest.mark.integration]
 
@@ -146,3 +147,31 @@ async def test_what_firecracker_refuses_ends_the_start_with_its_words_and_leaves
             await start(provider)
         assert list((tmp_path / "records").iterdir()) == []
         assert await provider.list() == ()
+
+
+async def test_snapshots_end_at_their_bound_and_there_is_room_again_when_one_is_deleted(tmp_path):
+    settings = msgspec.structs.replace(fake_settings(tmp_path), snapshot_bytes=1)
+    async with FirecrackerProvider(settings, make_kit=fake_kit) as provider:
+        sandbox = await start(provider)
+        first = await sandbox.snapshot(id="first")
+        with pytest.raises(SandboxRetryable, match="snapshot_bytes"):
+            await sandbox.snapshot(id="second")
+        assert (await sandbox.exec(["true"])).exit_code == 0
+        await provider.delete_snapshots([first.snapshot_id])
+        await sandbox.snapshot(id="third")
+
+
+async def test_the_template_used_longest_ago_goes_and_its_clones_go_on(tmp_path):
+    log = tmp_path / "log"
+    settings = msgspec.structs.replace(fake_settings(tmp_path, log=log), templates=1)
+    large = SandboxSpec(limits=msgspec.structs.replace(LIMITS, memory_bytes=LIMITS.memory_bytes * 2))
+    async with FirecrackerProvider(settings, make_kit=fake_kit) as provider:
+        small = await start(provider)
+        await start(provider, large)  # the small one's template goes
+        await start(provider, large)
+        assert (await small.exec(["echo", "on"])).stdout == b"on\n"
+        await start(provider)  # boots again
+        sizes = [
+            json.loads(line)[2]["mem_size_mib"] for line in log.read_text().splitlines() if "machine-config" in line
+        ]
+        assert sizes == [256, 384, 256]  # 128 and 256 MiB, and 128 for the machine itself

@@ -22,7 +22,6 @@ import msgspec
 
 from rollmill.errors import (
     DeadlineExceeded,
-    ImageError,
     SandboxDead,
     SandboxError,
     SandboxIdInUse,
@@ -35,10 +34,10 @@ from rollmill.sandboxes.backends.microvm.inside import GROUP, ID_BASE, IMAGES, S
 from rollmill.sandboxes.backends.microvm.kit import Kit
 from rollmill.sandboxes.backends.microvm.sandbox import MicroVmSandbox
 from rollmill.sandboxes.backends.microvm.settings import MicroVmSettings
+from rollmill.sandboxes.backends.microvm.snapshot_calls import Snapshot, SnapshotCalls
 from rollmill.sandboxes.backends.microvm.templates import Templates
 from rollmill.sandboxes.backends.namespaces.channel import SetupFailed
 from rollmill.sandboxes.backends.namespaces.checks import explain_failure
-from rollmill.sandboxes.backends.namespaces.sandbox import NamespaceSandbox
 from rollmill.sandboxes.disk_records import DiskRecord, DiskRecords, ProcessMark, check_id, mark_of
 from rollmill.sandboxes.images.uses import ImageUses
 from rollmill.sandboxes.isolation import known, require
@@ -51,7 +50,6 @@ from rollmill.sandboxes.records import (
     SandboxSpec,
     SandboxState,
     SandboxStatus,
-    SnapshotRef,
 )
 from rollmill.sandboxes.sweep import sweep
 from rollmill.sandboxes.tally import Observer
@@ -61,17 +59,7 @@ _RETRY_AFTER_S = 1.0
 _LEAST_BYTES, _LEAST_INODES = 1024**2, 256
 
 
-class _Snapshot(msgspec.Struct, frozen=True, kw_only=True):
-    """A sandbox that was kept, and what its copies must know."""
-
-    ref: SnapshotRef
-    kept: Kept
-    protections: tuple[str, ...]
-    next_number: int
-    hidden: bool = False
-
-
-class MicroVmProvider:
+class MicroVmProvider(SnapshotCalls):
     """Runs sandboxes in machines. Use it as an asynchronous context manager, or call `close`.
 
     Args:
@@ -89,8 +77,7 @@ class MicroVmProvider:
         observer: Observer | None = None,
         make_kit: Callable[[], Kit] | None = None,
     ) -> None:
-        self._settings = settings
-        self._hypervisor = hypervisor
+        super().__init__(settings, hypervisor=hypervisor)
         self._observer = observer
         self.records = DiskRecords(settings.records_directory())
         self._images = ImageUses(settings.images, what=f"machines of process {os.getpid()}")
@@ -98,11 +85,7 @@ class MicroVmProvider:
             settings, hypervisor=hypervisor, images=self._images, make_kit=make_kit,
             on_started=self._note_template, on_ended=self.records.remove,
         )  # fmt: skip
-        self._alive: dict[str, MicroVmSandbox] = {}
         self._ends: OrderedDict[str, SandboxStatus] = OrderedDict()
-        self._snapshots: OrderedDict[str, _Snapshot] = OrderedDict()
-        self._taking: set[str] = set()
-        self._carried: set[asyncio.Task[_Snapshot]] = set()
         self._closed = False
         mark = mark_of(os.getpid())
         if mark is None:
@@ -163,29 +146,6 @@ class MicroVmProvider:
             return await self._make(spec, template.kept, id=id, labels=labels or {}, lease=lease, snapshot=None)
         return await self._make(spec, None, id=id, labels=labels or {}, lease=lease, snapshot=None)
 
-    async def restore(
-        self, ref: SnapshotRef, *, id: str, labels: Mapping[str, str] | None = None, lease: Lease
-    ) -> MicroVmSandbox:
-        """Start a sandbox that goes on where the snapshot was taken, with its files and processes."""
-        check_id(id)
-        snapshot = self._find(ref.snapshot_id)
-        return await self._make(
-            snapshot.ref.spec, snapshot.kept, id=id, labels=labels or {}, lease=lease, snapshot=snapshot
-        )
-
-    async def snapshots(self) -> tuple[SnapshotRef, ...]:
-        """Return those that are held, the oldest first."""
-        return tuple(one.ref for one in self._snapshots.values() if not one.hidden)
-
-    async def delete_snapshots(self, ids: Sequence[str]) -> None:
-        """Let go of these; sandboxes that were made of them live on."""
-        for one in ids:
-            self._drop_snapshot(one)
-
-    def _drop_snapshot(self, snapshot_id: str) -> None:
-        if (snapshot := self._snapshots.pop(snapshot_id, None)) is not None:
-            snapshot.kept.close()
-
     async def attach(self, id: str) -> MicroVmSandbox:
         """Return a sandbox that lives and is this provider's."""
         if (sandbox := self._alive.get(id)) is not None:
@@ -233,8 +193,7 @@ class MicroVmProvider:
         try:
             await self.kill([*self._alive])
         finally:
-            await asyncio.gather(*self._carried, return_exceptions=True)
-            await self.delete_snapshots([*self._snapshots])
+            await self._let_snapshots_go()
             await self._templates.close()
             await self._images.close()
             await self._hypervisor.close()
@@ -249,7 +208,7 @@ class MicroVmProvider:
         id: str,
         labels: Mapping[str, str],
         lease: Lease,
-        snapshot: _Snapshot | None,
+        snapshot: Snapshot | None,
     ) -> MicroVmSandbox:
         self._check_open()
         origin = "" if snapshot is None else snapshot.ref.snapshot_id
@@ -308,7 +267,7 @@ class MicroVmProvider:
         sandbox_id: str,
         labels: Mapping[str, str],
         lease: Lease,
-        snapshot: _Snapshot | None,
+        snapshot: Snapshot | None,
     ) -> MicroVmSandbox:
         """Write the record, then take the sandbox into the books."""
         if self.records.path(sandbox_id).exists():
@@ -331,7 +290,7 @@ class MicroVmProvider:
         self._alive[sandbox_id] = sandbox
         return sandbox
 
-    async def _start(self, sandbox: MicroVmSandbox, kept: Kept, snapshot: _Snapshot | None) -> None:
+    async def _start(self, sandbox: MicroVmSandbox, kept: Kept, snapshot: Snapshot | None) -> None:
         try:
             sandbox.machine = await self._hypervisor.start(
                 kept,
@@ -443,110 +402,6 @@ class MicroVmProvider:
             self._ends[sandbox.id] = sandbox.status()
             while len(self._ends) > _REMEMBERED_ENDS:
                 self._ends.popitem(last=False)
-
-    # -- snapshots ---------------------------------------------------------------------------------------------------
-
-    async def snapshot_of(self, sandbox: NamespaceSandbox, *, id: str, stop_processes: bool, end: bool) -> SnapshotRef:
-        """Keep a sandbox as it is, with what runs in it."""
-        assert isinstance(sandbox, MicroVmSandbox)  # no other is made here
-        taking = self._begin(sandbox, id=check_id(id), stop_processes=stop_processes, end=end, hidden=False)
-        return (await asyncio.shield(taking)).ref
-
-    async def fork_of(
-        self,
-        sandbox: NamespaceSandbox,
-        ids: Sequence[str],
-        *,
-        lease: Lease,
-        labels: Mapping[str, str] | None,
-        stop_processes: bool,
-    ) -> tuple[MicroVmSandbox, ...]:
-        """Keep a sandbox for a moment, and start others from it."""
-        assert isinstance(sandbox, MicroVmSandbox)  # as above
-        if len(set(ids)) != len(ids):
-            raise SandboxIdInUse(f"each sandbox needs an id of its own, and these are {', '.join(ids)}")
-        name = f"fork-{os.urandom(8).hex()}"
-        taking = self._begin(sandbox, id=name, stop_processes=stop_processes, end=False, hidden=True)
-        try:
-            ref = (await asyncio.shield(taking)).ref
-            made = await asyncio.gather(
-                *(self.restore(ref, id=one, labels=labels, lease=lease) for one in ids), return_exceptions=True
-            )
-        except asyncio.CancelledError:
-            for one in [one for one in self._alive.values() if one.origin == name]:
-                one.order_end(DeathReason.RELEASED)
-            raise
-        finally:
-            if taking.done():
-                await self.delete_snapshots([name])
-            else:
-                taking.add_done_callback(lambda _: self._drop_snapshot(name))
-        failures = [one for one in made if isinstance(one, BaseException)]
-        good = [one for one in made if isinstance(one, MicroVmSandbox)]
-        if failures:
-            await self.kill([one.id for one in good])
-            raise failures[0]
-        return tuple(good)
-
-    def _begin(
-        self, sandbox: MicroVmSandbox, *, id: str, stop_processes: bool, end: bool, hidden: bool
-    ) -> asyncio.Task[_Snapshot]:
-        """Begin to keep a sandbox; it is carried through whatever becomes of who waits."""
-        task = asyncio.ensure_future(self._take(sandbox, id=id, stop_processes=stop_processes, end=end, hidden=hidden))
-        self._carried.add(task)
-        task.add_done_callback(self._carried.discard)
-        task.add_done_callback(lambda done: done.cancelled() or done.exception())
-        return task
-
-    async def _take(
-        self, sandbox: MicroVmSandbox, *, id: str, stop_processes: bool, end: bool, hidden: bool
-    ) -> _Snapshot:
-        await sandbox.awake()
-        if id in self._snapshots or id in self._taking:
-            raise SandboxIdInUse(f"there is a snapshot {id} already; choose another id")
-        self._check_room()
-        if stop_processes:
-            await sandbox.stop_processes()
-        self._taking.add(id)
-        try:
-            usage = await sandbox.usage()
-            sandbox.begin_snapshot()
-            try:
-                kept = await sandbox.keep(end=end)
-            finally:
-                sandbox.end_snapshot()
-        finally:
-            self._taking.discard(id)
-        ref = SnapshotRef(
-            snapshot_id=id,
-            backend=self._hypervisor.backend,
-            spec=sandbox.spec,
-            disk_bytes=usage.disk_bytes or 0,
-            inodes=usage.inodes or 0,
-            created_wall_s=time.time(),
-        )
-        snapshot = _Snapshot(
-            ref=ref, kept=kept, protections=sandbox.protections, next_number=sandbox.line.next_number, hidden=hidden
-        )
-        self._snapshots[id] = snapshot
-        if end:
-            await sandbox.kill()
-        return snapshot
-
-    def _check_room(self) -> None:
-        held = sum(one.kept.size_bytes for one in self._snapshots.values())
-        if held >= self._settings.snapshot_bytes:
-            raise SandboxRetryable(
-                f"snapshots take {held} bytes, and may take {self._settings.snapshot_bytes} (snapshot_bytes); delete "
-                "some, or raise it",
-                after_s=_RETRY_AFTER_S,
-            )
-
-    def _find(self, snapshot_id: str) -> _Snapshot:
-        try:
-            return self._snapshots[snapshot_id]
-        except KeyError:
-            raise ImageError(f"there is no snapshot {snapshot_id} here, or it was deleted") from None
 
 
 def order(spec: SandboxSpec, *, layers: int) -> dict[str, Any]:
