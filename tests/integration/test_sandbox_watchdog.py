@@ -146,9 +146,9 @@ while True:
     try:
         with open(f"/tmp/{number}", "wb") as file:
             file.write(block)
+        number += 1  # a name that failed is taken again: the inodes shall not run out as well
     except OSError:
         pass
-    number += 1
 """
 
 
