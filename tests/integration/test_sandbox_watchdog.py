@@ -144,9 +144,9 @@ DISK_BOMB = """
 block, number = bytes(1 << 20), 0
 while True:
     try:
-        with open(f"/tmp/{number}", "wb") as file:
+        with open(f"/tmp/{number}", "ab") as file:
             file.write(block)
-        number += 1  # a name that failed is taken again: the inodes shall not run out as well
+        number += 1  # what failed is gone on with: neither do inodes run out as well, nor is space given back
     except OSError:
         pass
 """
