@@ -98,3 +98,41 @@ def test_what_a_killed_line_starts_a_moment_later_is_killed_too_and_the_shell_on
     assert set(signalled[:-1]) == {("below", 44)}
     assert len(signalled) > 5
     assert now[0] == pytest.approx(100.0 + shell.grace_s, abs=0.2)
+
+
+def test_a_signal_that_comes_before_the_shell_has_started_anything_is_owed_for_a_moment(monkeypatch):
+    now, below, signalled = [100.0], [False], []
+
+    def signal_descendants(_: int, number: int) -> bool:
+        if below[0]:
+            signalled.append(number)
+        return below[0]
+
+    monkeypatch.setattr(sessions.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(sessions.jobs, "signal_descendants", signal_descendants)
+    shell, _ = shell_that_runs("sleep 600")
+    shell.pid = 44
+
+    def go_on(*, until: float) -> None:
+        while (at := shell.due()) is not None and at <= until:
+            now[0] = max(now[0], at)
+            shell.expire()
+
+    shell.interrupt(2)
+    go_on(until=100.3)
+    assert signalled == []
+    below[0] = True
+    go_on(until=100.5)
+    assert signalled == [2]
+    assert shell.due() == 105.0  # its timeout, and nothing else
+    below[0] = False
+    shell.interrupt(2)
+    go_on(until=104.0)
+    assert shell.due() == 105.0  # a shell that works by itself is not owed a signal for ever
+    shell.interrupt(2)
+    shell.end_line()
+    shell.begin(10, REQUEST, "sleep 600")
+    below[0] = True
+    go_on(until=104.9)
+    assert signalled == [2]  # it was not for the next line
+    assert not shell.killed_by

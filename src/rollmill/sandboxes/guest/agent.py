@@ -308,7 +308,7 @@ class Agent:
         if head["signal"] == signal.SIGKILL:
             job.kill("owner")
         elif isinstance(job, Shell):
-            jobs.signal_descendants(job.pid, head["signal"])  # the line's, and not the shell
+            job.interrupt(head["signal"])  # the line's, and not the shell
         else:
             jobs.signal_group(job.pid, head["signal"])
 

@@ -232,9 +232,11 @@ def kill_tree(pid: int) -> None:
     _signal_all((-pid, pid, *_descendants(pid)), signal.SIGKILL)
 
 
-def signal_descendants(pid: int, number: int) -> None:
-    """Send a signal to what a process has started, and not to the process."""
-    _signal_all(_descendants(pid), number)
+def signal_descendants(pid: int, number: int) -> bool:
+    """Send a signal to what a process has started, and not to the process; `False` if that is nothing."""
+    found = _descendants(pid)
+    _signal_all(found, number)
+    return bool(found)
 
 
 def _signal_all(targets: Iterable[int], number: int) -> None:

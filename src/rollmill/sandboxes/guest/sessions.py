@@ -68,6 +68,7 @@ class Shell(Job):
         self._told_bytes = 0
         self._patience: float | None = None
         self._gives_up = 0.0
+        self._owed, self._owed_at, self._owed_until = 0, 0.0, 0.0
         self._cpu_before_s = 0.0
 
     def begin(self, number: int, request: dict[str, Any], line: str) -> None:
@@ -79,7 +80,7 @@ class Shell(Job):
         self.deadline = self.started + float(request["timeout_s"])
         self.killed_by = ""
         self.running = True
-        self._patience, self._told_bytes = None, 0
+        self._patience, self._told_bytes, self._owed = None, 0, 0
         self._cpu_before_s = self._used_cpu_s()
         self._word = os.urandom(8).hex()
         self.stdin += wrap(line, word=self._word, status=self._status)
@@ -100,12 +101,23 @@ class Shell(Job):
                 return True
         return False
 
+    def interrupt(self, number: int) -> None:
+        """Send a signal to what the line has started, or owe it for a moment while that is nothing yet."""
+        if not jobs.signal_descendants(self.pid, number):
+            now = time.monotonic()
+            self._owed, self._owed_at, self._owed_until = number, now + _AGAIN_S, now + self.grace_s
+
     def due(self) -> float | None:
         """Return when something is to be done about it."""
-        return self._patience if self.killed_by else super().due()
+        at = self._patience if self.killed_by else super().due()
+        return at if not self._owed else self._owed_at if at is None else min(at, self._owed_at)
 
     def expire(self) -> None:
-        """Kill what the line runs; if the shell goes on with it all the same, kill the shell."""
+        """Send what is owed; kill what the line runs; if the shell goes on with it all the same, kill the shell."""
+        if self._owed:
+            self._pay()
+            if (at := self.due()) is None or time.monotonic() < at:
+                return
         if not self.killed_by:
             self.kill("timeout")
             return
@@ -117,6 +129,13 @@ class Shell(Job):
             return
         self._patience = None
         jobs.kill_tree(self.pid)
+
+    def _pay(self) -> None:
+        now = time.monotonic()
+        if jobs.signal_descendants(self.pid, self._owed) or now >= self._owed_until:
+            self._owed = 0
+        else:
+            self._owed_at = now + _AGAIN_S
 
     def kill(self, reason: str) -> None:
         """Kill what the running line has started; the shell itself has a moment to go on."""
@@ -132,6 +151,7 @@ class Shell(Job):
         if self.exit_code is None:
             report.update(code=self._status, cpu_s=max(0.0, self._used_cpu_s() - self._cpu_before_s), memory_bytes=0)
         self.number, self.running, self.deadline, self._patience = self.session, False, None, None
+        self._owed = 0
         return report
 
     def close(self) -> None:
