@@ -9,10 +9,10 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-import tempfile
 from pathlib import Path
 
 from rollmill.errors import ImageError, SandboxError
+from rollmill.sandboxes.backends.microvm.scratch import scratch as directory_for
 
 PROGRAM = "mke2fs"
 _BLOCK = 4096
@@ -44,8 +44,8 @@ def pack(directory: Path, *, scratch: Path | None = None) -> int:
         raise SandboxError("disks of machines are made by mke2fs, which is not installed: apt-get install e2fsprogs")
     directory = directory.resolve()
     size_bytes, inodes = measure(directory)
-    with tempfile.TemporaryDirectory(prefix="rollmill-disk-", dir=scratch) as place:
-        path = Path(place) / "disk"
+    with directory_for(scratch) as place:
+        path = place / "disk"
         command = [program, "-q", "-t", "ext4", "-b", str(_BLOCK), "-I", str(_INODE_BYTES), "-m", "0",
                    "-O", "^has_journal,^resize_inode", "-N", str(inodes + _SPARE_INODES),
                    "-d", os.fspath(directory), os.fspath(path), f"{room(size_bytes, inodes) // 1024}k"]  # fmt: skip

@@ -10,7 +10,6 @@ import os
 import re
 import shutil
 import subprocess
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -19,6 +18,7 @@ import msgspec
 from rollmill.errors import SandboxError
 from rollmill.sandboxes.backends.microvm import disks, interpreter, modules
 from rollmill.sandboxes.backends.microvm.cpio import Archive
+from rollmill.sandboxes.backends.microvm.scratch import scratch
 
 PACKAGES = "linux-image-cloud-amd64 busybox-static"
 MODULES = ("virtio_pci", "virtio_mmio", "virtio_blk", "virtio_console", "vmw_vsock_virtio_transport", "overlay")
@@ -113,9 +113,9 @@ def make(*, kernel: Path | None, python: str) -> Kit:
     try:
         opened.append(_in_memory("kernel", chosen.read_bytes()))
         opened.append(_in_memory("initrd", _initrd(chosen, busybox)))
-        with tempfile.TemporaryDirectory(prefix="rollmill-kit-") as scratch:
-            opened.append(disks.pack(_agent_tree(python, Path(scratch) / "agent")))
-            opened.append(disks.pack(_standin_tree(busybox, Path(scratch) / "standin")))
+        with scratch() as place:
+            opened.append(disks.pack(_agent_tree(python, place / "agent")))
+            opened.append(disks.pack(_standin_tree(busybox, place / "standin")))
     except BaseException:
         for one in opened:
             os.close(one)

@@ -33,6 +33,7 @@ from rollmill.sandboxes.backends.microvm.hypervisor import Hypervisor, Kept
 from rollmill.sandboxes.backends.microvm.inside import GROUP, ID_BASE, IMAGES, SANDBOX
 from rollmill.sandboxes.backends.microvm.kit import Kit
 from rollmill.sandboxes.backends.microvm.sandbox import MicroVmSandbox
+from rollmill.sandboxes.backends.microvm.scratch import tidy
 from rollmill.sandboxes.backends.microvm.settings import MicroVmSettings
 from rollmill.sandboxes.backends.microvm.snapshot_calls import Snapshot, SnapshotCalls
 from rollmill.sandboxes.backends.microvm.templates import Templates
@@ -97,6 +98,8 @@ class MicroVmProvider(SnapshotCalls):
         if problems := [*self._hypervisor.missing()]:
             raise SandboxError(f"machines of {self._hypervisor.backend} cannot run here: " + "; ".join(problems))
         report = await asyncio.to_thread(sweep, self.records)
+        for place in {None, self._settings.scratch}:
+            await asyncio.to_thread(tidy, place)
         if self._observer is not None:
             self._observer.swept(removed=len(report.removed), left=len(report.left))
         return self
