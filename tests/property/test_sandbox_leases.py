@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from property.crash_world import scratch_folder
@@ -196,6 +196,9 @@ STEPS = st.lists(st.tuples(ACTIONS, st.sampled_from(["a", "b"]), st.sampled_from
 
 
 @given(steps=STEPS, failing_kills=st.sampled_from([0, 0, 3]))
+@example(steps=[("start", "a", -1), ("suspend", "a", -1), ("suspend", "a", -1)], failing_kills=0)
+@example(steps=[("start", "a", -1), ("suspend", "a", -1), ("suspend_as_files", "a", -1)], failing_kills=0)
+@example(steps=[("start", "a", -1), ("suspend_as_files", "a", -1), ("suspend", "a", -1)], failing_kills=0)
 @settings(max_examples=60, deadline=None)
 def test_whatever_is_killed_and_when_the_old_owner_is_refused_and_nothing_is_left_in_the_end(steps, failing_kills):
     folder, clock = scratch_folder(), VirtualClock(start_s=1_000_000.0)

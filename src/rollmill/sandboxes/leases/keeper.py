@@ -31,7 +31,7 @@ from rollmill.sandboxes.leases import law
 from rollmill.sandboxes.leases.law import Act, Claim, Phase, Row, Step
 from rollmill.sandboxes.leases.table import LeaseTable
 from rollmill.sandboxes.protocol import Provider, Sandbox
-from rollmill.sandboxes.records import DeathReason, Lease, Record, SandboxSpec
+from rollmill.sandboxes.records import DeathReason, Lease, Record, SandboxSpec, SandboxState
 
 T = TypeVar("T")
 
@@ -209,6 +209,8 @@ class Keeper:
     async def suspend(self, claim: Claim, *, keep_memory: bool = True) -> None:
         """Pause a rollout's sandbox, or keep its files alone; whoever resumes it gets the next generation.
 
+        One that is suspended stays so, and its time begins anew.
+
         Args:
             claim: of its owner.
             keep_memory: its programs are stopped and go on later; else they are ended, and it takes no memory for them.
@@ -217,14 +219,18 @@ class Keeper:
             SandboxLeaseLost: if the claim holds no more.
             SandboxUnsupported: if the provider cannot do that; the sandbox runs on.
         """
-        await self._books(lambda: self._checked(claim))
+        row = await self._books(lambda: self._checked(claim))
+        if row.phase is Phase.SUSPENDED and law.snapshot_id_of(claim.sandbox_id) in row.snapshots:
+            await self._suspended(claim)
+            return
         with self._at_work(claim.sandbox_id):
             if not keep_memory:
                 await self._keep_files(claim)
                 return
             async with self._in_time("pause", claim.sandbox_id):
                 sandbox = await self._provider.attach(claim.sandbox_id)
-                await sandbox.pause()
+                if sandbox.state is not SandboxState.PAUSED:
+                    await sandbox.pause()
             row = await self._suspended(claim)
             async with self._in_time("renewal", claim.sandbox_id):
                 await sandbox.renew(self._lease(row))
@@ -236,6 +242,8 @@ class Keeper:
         try:
             async with self._in_time("snapshot", claim.sandbox_id):
                 sandbox = await self._provider.attach(claim.sandbox_id)
+                if sandbox.state is SandboxState.PAUSED:
+                    await sandbox.resume()
                 await sandbox.snapshot(id=name, stop_processes=True, end=True)
         except SandboxError:
             await self._replaced(claim, snapshots=before.snapshots)  # there is none
