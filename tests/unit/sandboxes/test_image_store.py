@@ -170,7 +170,7 @@ def test_a_store_may_delete_in_the_background(tmp_path):
     assert store.layout.reaper.drain(limit_s=10.0)
     assert list(store.layout.part("trash").iterdir()) == []
     store.close()
-    # The last link to what layers shared goes in the background; a collection after that frees it, this one or the first.
+    # The last link to what layers shared goes in the background; a collection after that frees it, the first or this.
     assert removed.shared_files + store.collect().shared_files == 1
     assert is_empty(store)
 
