@@ -18,7 +18,7 @@ from rollmill.sandboxes.images.build import Beside
 from rollmill.sandboxes.images.layers import TreeLayer
 from rollmill.sandboxes.images.recipe import Step
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
 ROUNDS, AT_ONCE, MOST_S = 25, 3, 0.12
 LAYERS = [

@@ -120,6 +120,7 @@ async def test_a_model_is_served_as_version_1_by_id_and_by_message_until_sigterm
     assert (turn.stop_reason, len(turn.output_ids)) == (StopReason.LENGTH, 3000)
 
 
+@pytest.mark.slow
 async def test_a_replica_with_a_draft_says_what_it_costs_and_how_often_it_is_right():
     draft = ("generator.speculation=draft", "generator.draft_model=tiny-llama", "generator.draft_tokens=3")
     chosen = [part for setting in draft for part in ("--set", setting)]
