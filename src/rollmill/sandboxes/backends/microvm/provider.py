@@ -14,7 +14,7 @@ import asyncio
 import os
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any
 
@@ -22,7 +22,6 @@ import msgspec
 
 from rollmill.errors import (
     DeadlineExceeded,
-    SandboxDead,
     SandboxError,
     SandboxIdInUse,
     SandboxRetryable,
@@ -39,6 +38,7 @@ from rollmill.sandboxes.backends.microvm.snapshot_calls import Snapshot, Snapsho
 from rollmill.sandboxes.backends.microvm.templates import Templates
 from rollmill.sandboxes.backends.namespaces.channel import SetupFailed
 from rollmill.sandboxes.backends.namespaces.checks import explain_failure
+from rollmill.sandboxes.backends.namespaces.own import OwnSandboxes
 from rollmill.sandboxes.disk_records import DiskRecord, DiskRecords, ProcessMark, check_id, mark_of
 from rollmill.sandboxes.images.uses import ImageUses
 from rollmill.sandboxes.isolation import known, require
@@ -49,7 +49,6 @@ from rollmill.sandboxes.records import (
     Image,
     Lease,
     SandboxSpec,
-    SandboxState,
     SandboxStatus,
 )
 from rollmill.sandboxes.sweep import sweep
@@ -60,7 +59,7 @@ _RETRY_AFTER_S = 1.0
 _LEAST_BYTES, _LEAST_INODES = 1024**2, 256
 
 
-class MicroVmProvider(SnapshotCalls):
+class MicroVmProvider(OwnSandboxes[MicroVmSandbox], SnapshotCalls):
     """Runs sandboxes in machines. Use it as an asynchronous context manager, or call `close`.
 
     Args:
@@ -148,47 +147,6 @@ class MicroVmProvider(SnapshotCalls):
             template = await self._templates.of(spec)
             return await self._make(spec, template.kept, id=id, labels=labels or {}, lease=lease, snapshot=None)
         return await self._make(spec, None, id=id, labels=labels or {}, lease=lease, snapshot=None)
-
-    async def attach(self, id: str) -> MicroVmSandbox:
-        """Return a sandbox that lives and is this provider's."""
-        if (sandbox := self._alive.get(id)) is not None:
-            return sandbox
-        if (ended := self._ends.get(id)) is not None and ended.death is not None:
-            raise dead_error(id, ended.death)
-        raise SandboxDead(
-            f"sandbox {id} is not known to this provider: another process's, or never made",
-            reason=DeathReason.PROVIDER_LOST.value,
-            fault="infrastructure",
-        )
-
-    async def list(
-        self, *, labels: Mapping[str, str] | None = None, state: SandboxState | None = None
-    ) -> tuple[SandboxStatus, ...]:
-        """Return those that live, and recent ends."""
-        wanted = dict(labels or {}).items()
-        found = (*self._ends.values(), *(one.status() for one in self._alive.values()))
-        return tuple(
-            one for one in found if wanted <= dict(one.labels).items() and (state is None or one.state is state)
-        )
-
-    async def status(self, ids: Sequence[str]) -> dict[str, SandboxStatus]:
-        """Return what is known; ids that are not known are left out."""
-        found: dict[str, SandboxStatus] = {}
-        for one in ids:
-            if one in self._alive:
-                found[one] = self._alive[one].status()
-            elif one in self._ends:
-                found[one] = self._ends[one]
-        return found
-
-    async def kill(self, ids: Sequence[str], *, reason: DeathReason = DeathReason.RELEASED) -> None:
-        """End these; one that is not known counts as ended."""
-        doomed = [self._alive[one] for one in ids if one in self._alive]
-        for one in doomed:
-            one.order_end(reason)
-        async with asyncio.TaskGroup() as group:
-            for one in doomed:
-                group.create_task(one.kill(reason))
 
     async def close(self) -> None:
         """End every sandbox, and let snapshots and templates go."""

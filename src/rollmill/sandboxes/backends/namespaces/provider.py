@@ -24,13 +24,13 @@ import msgspec
 
 from rollmill.errors import (
     DeadlineExceeded,
-    SandboxDead,
     SandboxError,
     SandboxIdInUse,
     SandboxRetryable,
 )
 from rollmill.sandboxes.backends.namespaces.channel import SetupFailed
 from rollmill.sandboxes.backends.namespaces.checks import check_image, check_spec, explain_failure
+from rollmill.sandboxes.backends.namespaces.own import OwnSandboxes
 from rollmill.sandboxes.backends.namespaces.sandbox import NamespaceSandbox
 from rollmill.sandboxes.backends.namespaces.settings import NamespaceSettings
 from rollmill.sandboxes.backends.namespaces.snapshot_book import Kept
@@ -42,7 +42,7 @@ from rollmill.sandboxes.guest import cgroups
 from rollmill.sandboxes.guest.cgroups import Groups
 from rollmill.sandboxes.images.uses import ImageUses
 from rollmill.sandboxes.isolation import known, require
-from rollmill.sandboxes.lifecycle import dead_error, death, explain_end
+from rollmill.sandboxes.lifecycle import death, explain_end
 from rollmill.sandboxes.records import (
     Capabilities,
     DeathReason,
@@ -51,7 +51,6 @@ from rollmill.sandboxes.records import (
     Lease,
     NamedImage,
     SandboxSpec,
-    SandboxState,
     SandboxStatus,
 )
 from rollmill.sandboxes.sweep import sweep
@@ -64,7 +63,7 @@ _CLEAN_LOOK_S = 0.02
 _LAST_WORDS_S = 1.0
 
 
-class NamespaceProvider(SnapshotCalls):
+class NamespaceProvider(OwnSandboxes[NamespaceSandbox], SnapshotCalls):
     """Runs sandboxes of this machine. Use it as an asynchronous context manager, or call `close`.
 
     Args:
@@ -181,47 +180,6 @@ class NamespaceProvider(SnapshotCalls):
     def alive(self) -> tuple[NamespaceSandbox, ...]:
         """Return those that live, or are being started or ended."""
         return tuple(self._alive.values())
-
-    async def attach(self, id: str) -> NamespaceSandbox:
-        """Return a sandbox that lives and is this provider's."""
-        if (sandbox := self._alive.get(id)) is not None:
-            return sandbox
-        if (ended := self._ends.get(id)) is not None and ended.death is not None:
-            raise dead_error(id, ended.death)
-        raise SandboxDead(
-            f"sandbox {id} is not known to this provider: another process's, or never made",
-            reason=DeathReason.PROVIDER_LOST.value,
-            fault="infrastructure",
-        )
-
-    async def list(
-        self, *, labels: Mapping[str, str] | None = None, state: SandboxState | None = None
-    ) -> tuple[SandboxStatus, ...]:
-        """Return those that live, and recent ends."""
-        wanted = dict(labels or {}).items()
-        found = (*self._ends.values(), *(one.status() for one in self._alive.values()))
-        return tuple(
-            one for one in found if wanted <= dict(one.labels).items() and (state is None or one.state is state)
-        )
-
-    async def status(self, ids: Sequence[str]) -> dict[str, SandboxStatus]:
-        """Return what is known; ids that are not known are left out."""
-        found: dict[str, SandboxStatus] = {}
-        for one in ids:
-            if one in self._alive:
-                found[one] = self._alive[one].status()
-            elif one in self._ends:
-                found[one] = self._ends[one]
-        return found
-
-    async def kill(self, ids: Sequence[str], *, reason: DeathReason = DeathReason.RELEASED) -> None:
-        """End these; one that is not known counts as ended."""
-        doomed = [self._alive[one] for one in ids if one in self._alive]
-        for one in doomed:
-            one.order_end(reason)
-        async with asyncio.TaskGroup() as group:
-            for one in doomed:
-                group.create_task(one.kill(reason))
 
     async def close(self) -> None:
         """End every sandbox, and the zygote."""
