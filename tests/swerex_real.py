@@ -1,7 +1,7 @@
 """SWE-ReX's own server in place of our fake of it: one in each namespace sandbox, reached by a relay inside.
 
 Needs a directory with SWE-ReX and what it imports, for the Python of the host's system directories; see
-docs/howto/sandboxes.md. The sandboxes have no network, so each request goes in as the input of a short program.
+docs/how-to/sandboxes.md. The sandboxes have no network, so each request goes in as the input of a short program.
 """
 
 from __future__ import annotations

@@ -107,7 +107,7 @@ def load_split(path: str | Path) -> SplitSettings:
     Raises:
         ConfigError: if the file cannot be read, or a setting is unknown, mistyped or out of range.
     """
-    data = read_toml(Path(path), example="the one in docs/howto/disaggregation.md")
+    data = read_toml(Path(path), example="the one in docs/how-to/disaggregation.md")
     try:
         return SplitSettings(**data)
     except ValidationError as error:
@@ -117,5 +117,5 @@ def load_split(path: str | Path) -> SplitSettings:
         )
         raise ConfigError(
             f"{path}: {problems}. Keys are {', '.join(SplitSettings.model_fields)}, and those of [prefill], [decode] "
-            "and [ports]; see docs/howto/disaggregation.md"
+            "and [ports]; see docs/how-to/disaggregation.md"
         ) from error

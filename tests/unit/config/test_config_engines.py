@@ -41,7 +41,7 @@ def test_the_table_names_settings_and_engines_that_exist():
 
 
 def test_the_page_shows_the_table_as_it_is():
-    page = (Path(__file__).parents[3] / "docs" / "howto" / "generator.md").read_text()
+    page = (Path(__file__).parents[3] / "docs" / "how-to" / "generator.md").read_text()
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in page.splitlines() if line.startswith("|")]
     header = next(row for row in rows if row[:2] == ["Setting", "embedded"])
     shown = {row[0].strip("`"): row for row in rows if len(row) == len(header)}

@@ -41,7 +41,7 @@ def test_a_recipe_is_a_base_and_steps_in_order():
 
 
 def test_the_recipe_of_the_page_is_one():
-    page = (Path(__file__).parents[3] / "docs/howto/sandboxes.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[3] / "docs/how-to/sandboxes.md").read_text(encoding="utf-8")
     block = page.partition("```text\nbase = ")[2].partition("```")[0]
     assert [step.what().split()[0] for step in parse(f"base = {block}").step] == ["file", "pip", "run"]
 

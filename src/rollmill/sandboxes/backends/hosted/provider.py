@@ -289,7 +289,7 @@ class HostedProvider(Generic[D]):
         raise IsolationError(
             f"a sandbox of {self.driver.product} is isolated at level {reached.name.lower()}, as far as it shows, and "
             f"at least {minimum.name.lower()} is asked for. Missing: {missing}. Change the service's configuration "
-            "(docs/howto/sandboxes.md says how), or accept less by lowering minimum_isolation."
+            "(docs/how-to/sandboxes.md says how), or accept less by lowering minimum_isolation."
         )
 
     async def _put_down(self, sandbox: HostedSandbox) -> None:
