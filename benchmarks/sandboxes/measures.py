@@ -1,65 +1,20 @@
-"""What is measured of our sandboxes; each measure opens what it needs, leaves nothing behind, and returns records."""
+"""Starts, calls, bursts, density and bombs; each measure opens what it needs and leaves nothing behind."""
 
 from __future__ import annotations
 
 import asyncio
 import os
-import statistics
-import tempfile
 import time
-import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
-from pathlib import Path
-from typing import Any
+from collections.abc import Awaitable, Callable
 
 import psutil
+from common import LEASE, MIB, SMALL, Record, canary, new_id, opened, spread, timed
 from peers import Peers
 
 from rollmill.errors import RollmillError
-from rollmill.sandboxes import HostImage, Lease, Limits, SandboxSpec
-from rollmill.sandboxes.backends.namespaces import NamespaceProvider, NamespaceSettings
+from rollmill.sandboxes import HostImage, Limits, SandboxSpec
 
-Record = dict[str, Any]
-LEASE = Lease(owner="benchmark", ttl_s=3600.0)
-MIB = 2**20
-SMALL = SandboxSpec(
-    image=HostImage(), limits=Limits(memory_bytes=256 * MIB, disk_bytes=64 * MIB, inodes=20_000, pids=64)
-)
-CANARY_EVERY_S = 0.02
 BATCH = 8
-
-
-def spread(values: Sequence[float]) -> Record:
-    """Return n, median, 99th percentile and extremes, of seconds, in milliseconds."""
-    ordered = sorted(values)
-    return {
-        "n": len(ordered),
-        "p50_ms": 1e3 * statistics.median(ordered),
-        "p99_ms": 1e3 * ordered[min(len(ordered) - 1, int(0.99 * len(ordered)))],
-        "least_ms": 1e3 * ordered[0],
-        "most_ms": 1e3 * ordered[-1],
-    }
-
-
-def new_id() -> str:
-    """Return an id that no sandbox has had."""
-    return f"bench-{uuid.uuid4().hex[:16]}"
-
-
-@asynccontextmanager
-async def opened() -> AsyncIterator[NamespaceProvider]:
-    """A provider of its own."""
-    with tempfile.TemporaryDirectory(prefix="bench-sandboxes-") as folder:
-        async with NamespaceProvider(NamespaceSettings(directory=Path(folder))) as provider:
-            yield provider
-
-
-async def timed(call: Awaitable[object]) -> float:
-    """Return how long a call took, s."""
-    at_s = time.perf_counter()
-    await call
-    return time.perf_counter() - at_s
 
 
 async def starts(*, repeats: int) -> Record:
@@ -209,22 +164,3 @@ async def bombs(*, repeats: int) -> Record:
                 await sandbox.kill()
             found[name] = {"contained": spread(ends), "how": how, "canary": spread(canaries)}
     return found
-
-
-@asynccontextmanager
-async def canary() -> AsyncIterator[list[float]]:
-    """Time a tiny piece of work on the host again and again while the block runs: a thread that wakes and looks."""
-    latencies: list[float] = [0.0]
-    stop = asyncio.Event()
-
-    async def watch() -> None:
-        while not stop.is_set():
-            at_s = time.perf_counter()
-            await asyncio.to_thread(os.stat, "/")
-            latencies.append(time.perf_counter() - at_s)
-            await asyncio.sleep(CANARY_EVERY_S)
-
-    async with asyncio.TaskGroup() as tasks:
-        tasks.create_task(watch())
-        yield latencies
-        stop.set()

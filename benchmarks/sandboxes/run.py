@@ -1,6 +1,6 @@
 """How fast sandboxes start and answer, how many fit, and how soon bombs end, next to other launchers.
 
-    python benchmarks/sandboxes/run.py                      # about 10 minutes
+    python benchmarks/sandboxes/run.py                      # about 15 minutes
     python benchmarks/sandboxes/run.py --parts starts execs # some of it; results merge
     python benchmarks/sandboxes/run.py --quick              # small counts, to see that it works; writes nothing
 
@@ -22,10 +22,21 @@ from pathlib import Path
 from typing import Any
 
 import measures
+import pooled
 import psutil
+import state
+import stress
 
 HERE = Path(__file__).parent
-GOALS = {"create_to_first_exec_ms": 20.0, "bytes_each": 2e6, "contained_ms": 1000.0, "canary_ms": 5.0}
+GOALS = {
+    "create_to_first_exec_ms": 20.0,
+    "pool_hit_ms": 5.0,
+    "first_use_ms": 100.0,
+    "snapshot_ms": 20.0,
+    "bytes_each": 2e6,
+    "contained_ms": 1000.0,
+    "canary_ms": 5.0,
+}
 
 
 def machine() -> dict[str, Any]:
@@ -51,6 +62,11 @@ def parts(*, quick: bool) -> dict[str, Callable[[], Awaitable[dict[str, Any]]]]:
         "burst_1000": lambda: measures.burst(count=40 if quick else 1000, at_once=cores),
         "density": lambda: measures.density(count=20 if quick else 1000),
         "bombs": lambda: measures.bombs(repeats=1 if quick else 5),
+        "pool_hits": lambda: pooled.hits(repeats=few),
+        "square_wave": lambda: pooled.square_wave(low=4 if quick else 96, high=20 if quick else 960, hold_s=2.0),
+        "snapshots": lambda: state.snapshots(repeats=1 if quick else 10),
+        "first_use": lambda: state.first_use(repeats=1 if quick else 5),
+        "stress": lambda: stress.stress(seconds=1 if quick else 2),
     }
 
 
@@ -63,6 +79,16 @@ def ratios(found: dict[str, Any]) -> dict[str, float]:
         out |= {f"{name}_over_ours": life["p50_ms"] / ours for name, life in lives.items() if name != "rollmill"}
         first = found["starts"]["create_to_first_exec"]["p50_ms"]
         out["goal_over_create_to_first_exec"] = GOALS["create_to_first_exec_ms"] / first
+    if "pool_hits" in found:
+        out["goal_over_pool_hit"] = GOALS["pool_hit_ms"] / found["pool_hits"]["hit"]["p50_ms"]
+    if "first_use" in found:
+        first = found["first_use"]["first_sandbox"]["p50_ms"]
+        out["goal_over_first_use_of_an_image"] = GOALS["first_use_ms"] / first
+    for name, times in found.get("snapshots", {}).items():
+        if name != "load_average_before":
+            out[f"goal_over_snapshot, {name}"] = GOALS["snapshot_ms"] / times["snapshot"]["p50_ms"]
+    if "canary" in found.get("stress", {}):
+        out["goal_over_canary_under_stress"] = GOALS["canary_ms"] / found["stress"]["canary"]["p50_ms"]
     if "density" in found:
         out["goal_over_bytes_each"] = GOALS["bytes_each"] / found["density"]["bytes_each"]
     for name, bomb in found.get("bombs", {}).items():
