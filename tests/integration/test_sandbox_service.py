@@ -44,6 +44,11 @@ pids = 64
 disk_mib = 1
 envs = { OF_TEMPLATE = "yes" }
 """
+READY = """
+[templates.base]
+ready = 2
+envs = { OF_TEMPLATE = "yes" }
+"""
 
 
 def document_of(process: subprocess.Popen[str]) -> dict[str, Any]:
@@ -60,10 +65,10 @@ def document_of(process: subprocess.Popen[str]) -> dict[str, Any]:
 class Service:
     """A started `rollmill sandbox serve --json`."""
 
-    def __init__(self, directory: Path, *arguments: str) -> None:
+    def __init__(self, directory: Path, *arguments: str, templates_text: str = TEMPLATES) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         templates = directory / "templates.toml"
-        templates.write_text(TEMPLATES)
+        templates.write_text(templates_text)
         self.records = directory / "records"
         options = ["--listen", "127.0.0.1:0", "--token-env", "TOKEN_OF_TEST", "--directory", str(self.records)]
         command = [sys.executable, "-m", "rollmill.cli", "sandbox", "serve", *options, "--templates", str(templates)]
@@ -92,8 +97,8 @@ class Service:
 
 
 @contextlib.contextmanager
-def serving(directory: Path, *arguments: str) -> Iterator[Service]:
-    service = Service(directory, *arguments)
+def serving(directory: Path, *arguments: str, templates_text: str = TEMPLATES) -> Iterator[Service]:
+    service = Service(directory, *arguments, templates_text=templates_text)
     try:
         yield service
     finally:
@@ -302,6 +307,34 @@ def test_one_more_than_the_node_takes_is_a_rate_limit(service, tmp_path):
         kept[0].kill()
         assert small.create(timeout=50, allow_internet_access=True).is_running()  # but without it
         assert small.end(signal.SIGINT) == (0, "")
+
+
+def figure(service: Service, name: str) -> float:
+    """A figure of the page of metrics."""
+    request = urllib.request.Request(f"{service.said['url']}/metrics", headers={"authorization": f"Bearer {TOKEN}"})
+    with urllib.request.urlopen(request, timeout=30) as answer:
+        lines = answer.read().decode().splitlines()
+    return next(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name))
+
+
+def until_ready(service: Service, count: int) -> None:
+    deadline_s = time.monotonic() + 60
+    while figure(service, 'rollmill_sandbox_places{budget="pooled"}') < count:
+        assert time.monotonic() < deadline_s, f"{count} sandboxes were not ready within 60 s"
+
+
+def test_ready_sandboxes_are_handed_over_with_their_callers_words_and_made_up_for(service, tmp_path):
+    with serving(tmp_path, templates_text=READY) as quick:
+        until_ready(quick, 2)
+        made = [quick.create(metadata={"number": str(number)}, envs={"OWN": str(number)}) for number in (1, 2)]
+        assert figure(quick, "rollmill_sandbox_pool_hits_total") == 2
+        for number, sandbox in enumerate(made, start=1):
+            assert sandbox.get_info().metadata == {"number": str(number)}
+            assert sandbox.commands.run("echo $OF_TEMPLATE $OWN").stdout == f"yes {number}\n"
+            sandbox.kill()
+        until_ready(quick, 2)
+        assert quick.end() == (0, "")
+        assert list(quick.records.glob("*.json")) == []
 
 
 def test_fifty_sandboxes_at_once_keep_their_files_apart(service):

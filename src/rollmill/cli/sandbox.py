@@ -13,6 +13,7 @@ from typing import Any
 import click
 
 from rollmill.cli.output import json_option, show
+from rollmill.cli.sandbox_backends import backend_option, provider_of, settings_of
 from rollmill.cli.sandbox_gvisor import build_runsc_command
 from rollmill.cli.sandbox_images import images_command, prepare_command
 from rollmill.cli.sandbox_serve import route_command, serve_command, show_command
@@ -24,11 +25,9 @@ from rollmill.sandboxes import (
     Lease,
     Limits,
     NamedImage,
-    NamespaceProvider,
     NamespaceSettings,
     SandboxSpec,
 )
-from rollmill.sandboxes.backends.gvisor import GvisorProvider, GvisorSettings
 from rollmill.sandboxes.backends.gvisor.diagnose import diagnose_gvisor
 from rollmill.sandboxes.disk_records import DiskRecord, DiskRecords, default_directory, is_alive
 from rollmill.sandboxes.doctor import Diagnosis, diagnose
@@ -61,12 +60,6 @@ def _directory_option(command: Any) -> Any:
     return click.option("--directory", type=click.Path(path_type=Path), default=None, help=text)(command)
 
 
-def _backend_option(command: Any) -> Any:
-    kinds = click.Choice(["namespaces", "gvisor", "qemu"])
-    text = "What runs sandboxes: the kernel's own namespaces, gVisor's kernel within them, or machines under QEMU."
-    return click.option("--backend", type=kinds, default="namespaces", show_default=True, help=text)(command)
-
-
 @sandbox_group.command("run", context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
 @click.option(
     "--memory-mib", type=click.IntRange(min=16), default=512, show_default=True, help="Memory, files included."
@@ -92,14 +85,15 @@ def _backend_option(command: Any) -> Any:
 @click.option(
     "--minimum-isolation", default="hardened", show_default=True, help="Refuse to run with less than this level."
 )
-@_backend_option
+@backend_option
 @_directory_option
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
 @json_option
 def run_command(command: tuple[str, ...], directory: Path | None, as_json: bool, **options: Any) -> None:
     """Run COMMAND in a fresh sandbox and end with its exit status; input that is piped in is passed on."""
     environment = dict(_name_and_value(one) for one in options["env"])
-    settings = _settings_kind(options["backend"])(
+    settings = settings_of(
+        options["backend"],
         directory=directory,
         minimum_isolation=parse_level(options["minimum_isolation"]),
         images=ImageStoreSettings(directory=options["store"]),
@@ -119,22 +113,6 @@ def run_command(command: tuple[str, ...], directory: Path | None, as_json: bool,
             click.echo(f"rollmill: killed: {result.killed_by}", err=True)
     status = result.exit_code if result.exit_code >= 0 else 128 - result.exit_code
     sys.exit(_TIMED_OUT_STATUS if result.timed_out else status)
-
-
-def _settings_kind(backend: str) -> type[Any]:
-    if backend == "qemu":
-        from rollmill.sandboxes.backends.qemu import QemuSettings
-
-        return QemuSettings
-    return GvisorSettings if backend == "gvisor" else NamespaceSettings
-
-
-def _provider(settings: Any) -> Any:
-    if isinstance(settings, NamespaceSettings):
-        return GvisorProvider(settings) if isinstance(settings, GvisorSettings) else NamespaceProvider(settings)
-    from rollmill.sandboxes.backends.qemu import QemuProvider
-
-    return QemuProvider(settings)
 
 
 def _name_and_value(text: str) -> tuple[str, str]:
@@ -167,7 +145,7 @@ async def _run(
 ) -> ExecResult:
     spec = _spec(options)
     lease = Lease(owner="cli", ttl_s=spec.limits.wall_s)
-    async with _provider(settings) as provider:
+    async with provider_of(settings) as provider:
         sandbox_id = f"run-{uuid.uuid4().hex[:12]}"
         sandbox = await provider.create(spec, id=sandbox_id, labels={"command": "run"}, lease=lease)
         return await sandbox.exec(
@@ -261,17 +239,17 @@ def _kill(records: DiskRecords, sandbox_id: str) -> bool:
 
 
 @sandbox_group.command("doctor")
-@_backend_option
+@backend_option
 @_directory_option
 @json_option
 def doctor_command(directory: Path | None, as_json: bool, backend: str) -> None:
     """Make a sandbox, and say which protections hold on this machine and how to get those that are missing."""
     if backend == "gvisor":
-        diagnosis = asyncio.run(diagnose_gvisor(GvisorSettings(directory=directory)))
+        diagnosis = asyncio.run(diagnose_gvisor(settings_of(backend, directory=directory)))
     elif backend == "qemu":
         from rollmill.sandboxes.backends.qemu.diagnose import diagnose_qemu
 
-        diagnosis = asyncio.run(diagnose_qemu(_settings_kind(backend)(directory=directory)))
+        diagnosis = asyncio.run(diagnose_qemu(settings_of(backend, directory=directory)))
     else:
         diagnosis = asyncio.run(diagnose(NamespaceSettings(directory=directory)))
     show(diagnosis, text=_words(diagnosis), as_json=as_json)

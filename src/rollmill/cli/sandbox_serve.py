@@ -13,15 +13,19 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from rollmill.cli.output import json_option, show
+from rollmill.cli.sandbox_backends import backend_option, provider_of, settings_of
 from rollmill.errors import ConfigError, SandboxDead
-from rollmill.sandboxes.backends.namespaces import NamespaceProvider, NamespaceSettings
+from rollmill.sandboxes.backends.namespaces import NamespaceProvider
 from rollmill.sandboxes.disk_records import DiskRecords, default_directory, is_alive
 from rollmill.sandboxes.images import ImageStoreSettings
 from rollmill.sandboxes.isolation import parse_level
 
 if TYPE_CHECKING:
+    from rollmill.sandboxes.admission import SandboxPool
+    from rollmill.sandboxes.protocol import Provider
     from rollmill.sandboxes.service import Listen, ServiceSettings, Template
     from rollmill.sandboxes.service.router import FleetSettings
+    from rollmill.sandboxes.tally import SandboxTally
     from rollmill.sandboxes.watchdog import Watchdog
 
 _DIRECTORY = click.option(
@@ -55,6 +59,13 @@ _DIRECTORY = click.option(
 )
 @click.option("--max-sandboxes", type=click.IntRange(min=1), default=1000, show_default=True, help="At a time.")
 @click.option(
+    "--max-starting",
+    type=click.IntRange(min=1),
+    default=64,
+    show_default=True,
+    help="At a time; it settles below that by itself. Others wait in the queue.",
+)
+@click.option(
     "--max-timeout-s",
     type=click.FloatRange(min=1),
     default=86_400.0,
@@ -87,6 +98,7 @@ _DIRECTORY = click.option(
     help="Where snapshots of files are kept; in memory unless given.",
 )
 @click.option("--store", type=click.Path(path_type=Path), default=None, help="Where images are kept: see `prepare`.")
+@backend_option
 @_DIRECTORY
 @json_option
 def serve_command(
@@ -94,6 +106,7 @@ def serve_command(
     token_env: str,
     templates_path: Path | None,
     max_sandboxes: int,
+    max_starting: int,
     max_timeout_s: float,
     domain: str | None,
     minimum_isolation: str,
@@ -101,6 +114,7 @@ def serve_command(
     without_internet: bool,
     snapshots: Path | None,
     store: Path | None,
+    backend: str,
     directory: Path | None,
     as_json: bool,
 ) -> None:
@@ -118,7 +132,8 @@ def serve_command(
         default_timeout_s=min(300.0, max_timeout_s),
         without_internet=without_internet,
     )
-    backend = NamespaceSettings(
+    provider = settings_of(
+        backend,
         directory=directory,
         minimum_isolation=parse_level(minimum_isolation),
         images=ImageStoreSettings(directory=store),
@@ -134,7 +149,13 @@ def serve_command(
         show(document, text=_text(url, token_env, sorted(templates)), as_json=as_json)
 
     serving = _serve(
-        where, settings=settings, backend=backend, templates=templates, watched=watchdog, announce=announce
+        where,
+        settings=settings,
+        backend=provider,
+        templates=templates,
+        watched=watchdog,
+        max_starting=max_starting,
+        announce=announce,
     )
     try:
         asyncio.run(serving)
@@ -156,40 +177,72 @@ async def _serve(
     where: Listen,
     *,
     settings: ServiceSettings,
-    backend: NamespaceSettings,
+    backend: Any,
     templates: Mapping[str, Template],
     watched: bool,
+    max_starting: int,
     announce: Callable[[str], None],
 ) -> None:
     from rollmill.runtime.stopping import stop_on_signals
     from rollmill.sandboxes.metrics import SandboxFigures, SandboxMetrics, count_states
     from rollmill.sandboxes.service import Node, serve_node
+    from rollmill.sandboxes.service.stock import PooledStock
     from rollmill.sandboxes.tally import SandboxTally
+    from rollmill.sandboxes.watchdog import GuardSettings, NodeGuard
 
     tally = SandboxTally()
+    ready = {one.spec(wall_s=settings.max_lifetime_s): one.ready for one in templates.values() if one.ready}
     async with contextlib.AsyncExitStack() as stack:
         stop = stack.enter_context(stop_on_signals())
-        provider = await stack.enter_async_context(NamespaceProvider(backend, observer=tally))
+        provider = await stack.enter_async_context(provider_of(backend, observer=tally))
         watchdog = await stack.enter_async_context(_watchdog(provider, backend)) if watched else None
-        node = await stack.enter_async_context(Node(provider, settings=settings, templates=templates))
+        pool = _pool(provider, settings=settings, ready=sum(ready.values()), max_starting=max_starting, tally=tally)
+        await stack.enter_async_context(pool)
+        # Busy processors slow the pool's starts down; they are no reason to stop them.
+        guard = await stack.enter_async_context(NodeGuard(pool, settings=GuardSettings(cpu_some=1.0)))
+        stock = PooledStock(provider, pool, ready=ready)
+        node = await stack.enter_async_context(Node(provider, settings=settings, templates=templates, stock=stock))
 
         async def metrics() -> bytes:
             figures = SandboxFigures(
                 states=count_states(await provider.list()),
                 tally=tally.statistics(),
+                pool=pool.statistics(),
                 watchdog=None if watchdog is None else watchdog.statistics(),
+                guard=guard.statistics(),
             )
             return SandboxMetrics(lambda: figures).render()
 
         await serve_node(node, listen=where, stop=stop, on_bound=announce, metrics=metrics)
 
 
-def _watchdog(provider: NamespaceProvider, backend: NamespaceSettings) -> Watchdog:
+def _pool(
+    provider: Provider, *, settings: ServiceSettings, ready: int, max_starting: int, tally: SandboxTally
+) -> SandboxPool:
+    from rollmill.sandboxes.admission import AdmissionSettings, NodePressure, PoolSettings, SandboxPool
+
+    admission = AdmissionSettings(
+        max_starting=max_starting,
+        max_running=settings.max_sandboxes + ready,
+        max_suspended=settings.max_sandboxes,
+        deadline_s=settings.create_s,
+    )
+    return SandboxPool(
+        provider,
+        settings=PoolSettings(name="ready", admission=admission),
+        pressure=NodePressure().sample,
+        observe=lambda acquired: tally.queued(acquired.queue_s),
+    )
+
+
+def _watchdog(provider: Any, backend: Any) -> Watchdog:
     from rollmill.sandboxes.backends.namespaces.oversight import NamespaceOverseen
-    from rollmill.sandboxes.watchdog import NodeReader, Watchdog, WatchdogSettings
+    from rollmill.sandboxes.watchdog import NodeReader, ProviderOverseen, Watchdog, WatchdogSettings
 
     settings = WatchdogSettings(directory=backend.records_directory() / "evidence")
-    return Watchdog(NamespaceOverseen(provider), settings=settings, pressure=NodeReader().pressure)
+    # A subclass has a kernel between its programs and this one, which alone knows what they do.
+    overseen = NamespaceOverseen if type(provider) is NamespaceProvider else ProviderOverseen
+    return Watchdog(overseen(provider), settings=settings, pressure=NodeReader().pressure)
 
 
 def _text(url: str, token_env: str, templates: list[str]) -> str:

@@ -9,13 +9,14 @@ import os
 import platform
 import shutil
 import socket
-import subprocess
+import struct
 import sys
 import tarfile
 from pathlib import Path
 from typing import Any
 
 import pytest
+import zstandard
 
 from image_builders import (
     Layout,
@@ -342,17 +343,53 @@ def test_a_packed_archive_above_the_limit_of_the_image_is_refused_before_it_fill
     assert refusal_of(store, source) is Refusal.TOO_LARGE
 
 
-@pytest.mark.skipif(shutil.which("zstd") is None, reason="the program zstd is not installed")
-def test_zstd_is_read_by_the_program_where_the_package_is_missing(store, tmp_path):
-    packed = subprocess.run(["zstd", "-qc"], input=LOWER, capture_output=True, check=True).stdout
+def zstd(data: bytes) -> bytes:
+    return zstandard.ZstdCompressor().compress(data)
+
+
+@pytest.fixture(params=["package", "program"])
+def zstd_reader(request, monkeypatch):
+    if request.param == "program":
+        if shutil.which("zstd") is None:
+            pytest.skip("the program zstd is not installed")
+        monkeypatch.setitem(sys.modules, "zstandard", None)
+
+
+@pytest.mark.usefixtures("zstd_reader")
+def test_zstd_is_read_by_the_package_or_else_by_the_program(store, tmp_path):
+    packed = zstd(LOWER)
     assert unpack(packed) == LOWER
-    with pytest.raises(ImageError) as caught:
-        unpack(packed[:-3])
-    assert caught.value.reason == Refusal.MALFORMED.value
     layout = Layout(LOWER, packed=False)
     media = "application/vnd.oci.image.layer.v1.tar+zstd"
     layout.manifest["layers"] = [{"mediaType": media, **layout.blob(packed)}]
     assert add(store, layout.write(tmp_path / "layout")).layers == 1
+
+
+@pytest.mark.usefixtures("zstd_reader")
+def test_zstd_in_several_frames_some_of_them_skippable_is_whole():
+    skippable = struct.pack("<II", 0x184D2A50, 5) + b"hello"
+    noise = os.urandom(300_000)
+    assert unpack(zstd(noise) + skippable + zstd(b"b") + skippable) == noise + b"b"
+
+
+@pytest.mark.usefixtures("zstd_reader")
+@pytest.mark.parametrize("cut", [5, 20, -9, -1])
+def test_zstd_that_was_cut_off_or_is_damaged_is_refused(cut):
+    noise = os.urandom(1000)
+    for data in (zstd(noise)[:cut], zstd(noise) + zstd(noise)[:cut], zstd(noise) + b"no frame"):
+        with pytest.raises(ImageError) as caught:
+            unpack(data)
+        assert caught.value.reason in (Refusal.MALFORMED.value, Refusal.TRUNCATED.value)
+
+
+@pytest.mark.usefixtures("zstd_reader")
+def test_a_bomb_of_zstd_is_stopped_while_it_goes_off(monkeypatch):
+    monkeypatch.setattr(compression, "_FREE_BYTES", 100_000)
+    data = zstd(bytes(30_000_000))
+    assert len(unpack(data, ratio=100_000)) == 30_000_000
+    with pytest.raises(ImageError, match="10 for each is the most") as caught:
+        unpack(data, ratio=10)
+    assert caught.value.reason == Refusal.BOMB.value
 
 
 def test_zstd_without_package_and_program_says_what_to_install(monkeypatch):

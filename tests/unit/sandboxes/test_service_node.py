@@ -15,6 +15,7 @@ from rollmill.sandboxes.service.law import HttpProblem, Plan, Standing
 from rollmill.sandboxes.service.node import Node
 from rollmill.sandboxes.service.served import Order, Served
 from rollmill.sandboxes.service.settings import ServiceSettings
+from rollmill.sandboxes.service.stock import Stock
 from rollmill.sandboxes.service.templates import Template
 from rollmill.testing import FakeSandboxProvider, run_virtual
 from rollmill.testing.faults import FaultInjector, Hang, Raise
@@ -133,7 +134,7 @@ class Storing:
 def test_a_sandbox_that_is_being_stored_is_not_taken_for_dead_nor_lost_when_its_caller_has_no_more_time():
     async def scenario(node: Node, provider: FakeSandboxProvider) -> None:
         slow: Any = Storing(provider, takes_s=8.0)
-        node._provider = slow
+        node._provider, node._stock = slow, Stock(slow)
         served = await node.create(order())
         await served.sandbox.write("/state", b"kept")
         pausing = asyncio.ensure_future(node.pause(served.id, keep_memory=False))
@@ -154,7 +155,7 @@ def test_a_sandbox_that_is_being_stored_is_not_taken_for_dead_nor_lost_when_its_
 def test_what_was_stored_of_a_sandbox_that_ended_meanwhile_is_removed():
     async def scenario(node: Node, provider: FakeSandboxProvider) -> None:
         slow: Any = Storing(provider, takes_s=8.0)
-        node._provider = slow
+        node._provider, node._stock = slow, Stock(slow)
         served = await node.create(order())
         with pytest.raises(DeadlineExceeded):
             await node.pause(served.id, keep_memory=False)
@@ -349,7 +350,7 @@ def test_a_fork_that_cannot_start_is_told_in_its_place_and_the_others_live():
     async def scenario(node: Node, provider: FakeSandboxProvider) -> None:
         served = await node.create(order())
         refusing: Any = RefusingOnce(provider)
-        node._provider = refusing
+        node._provider, node._stock = refusing, Stock(refusing)
         results = await node.fork(served.id, count=3, timeout_s=60.0)
         assert [type(one) for one in results].count(Served) == 2
         (refused,) = [one for one in results if not isinstance(one, Served)]
@@ -362,7 +363,7 @@ def test_a_fork_that_cannot_start_is_told_in_its_place_and_the_others_live():
 def test_files_that_were_kept_for_a_caller_who_has_left_are_let_go():
     async def scenario(node: Node, provider: FakeSandboxProvider) -> None:
         slow: Any = Storing(provider, takes_s=8.0)
-        node._provider = slow
+        node._provider, node._stock = slow, Stock(slow)
         served = await node.create(order())
         for work in (node.fork(served.id, count=1, timeout_s=60.0), node.snapshot(served.id, name="mine")):
             asking = asyncio.ensure_future(work)

@@ -24,6 +24,8 @@ _CHUNK = 256 * 1024
 _FREE_BYTES = 64 * 1024**2
 # What a zstd stream may ask for as its window: 128 MiB, the most that its own command line takes unasked.
 _ZSTD_WINDOW_LOG = 27
+# All that a piece unpacks to is in memory at once: 32 KiB of zeros may come of one byte.
+_ZSTD_PIECE = 1024
 _GZIP, _ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
 
 
@@ -178,16 +180,38 @@ def _zstd(packed: _Counted) -> Iterator[ByteSource]:
 
 
 class _ZstdPackage:
+    """Frames of zstd, one after the other. The package's own stream takes one that was cut off for a whole one."""
+
     def __init__(self, package: Any, packed: _Counted) -> None:
         self._error = package.ZstdError
-        reader = package.ZstdDecompressor(max_window_size=1 << _ZSTD_WINDOW_LOG)
-        self._stream = reader.stream_reader(packed, read_across_frames=True)
+        self._decompressor = package.ZstdDecompressor(max_window_size=1 << _ZSTD_WINDOW_LOG)
+        self._packed = packed
+        self._frame = self._decompressor.decompressobj()
+        self._input = b""
+        self._output = memoryview(b"")
 
     def read(self, size: int, /) -> bytes:
+        while not self._output:
+            piece = self._input or self._packed.read(_ZSTD_PIECE)
+            if not piece:
+                return b""
+            self._output = memoryview(self._next(piece))
+        data, self._output = self._output[:size], self._output[size:]
+        return bytes(data)
+
+    def _next(self, piece: bytes) -> bytes:
+        if self._frame.eof:
+            self._frame = self._decompressor.decompressobj()
         try:
-            return self._stream.read(size)
+            data = self._frame.decompress(piece)
         except self._error as error:
-            raise refused(Refusal.MALFORMED, f"a zstd layer is damaged: {error}") from error
+            what = f"a zstd layer is damaged after {self._packed.count} packed bytes: {error}"
+            raise refused(Refusal.MALFORMED, what) from error
+        self._input = self._frame.unused_data if self._frame.eof else self._packed.read(_ZSTD_PIECE)
+        if not self._input and not self._frame.eof:
+            what = f"a zstd layer stops after {self._packed.count} packed bytes, before its end; was it cut off?"
+            raise refused(Refusal.TRUNCATED, what)
+        return data
 
 
 @contextmanager

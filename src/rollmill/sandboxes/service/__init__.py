@@ -4,6 +4,7 @@
 |---|---|
 | `law` | timeouts, paging, signatures, endings of programs: pure |
 | `templates` | names to specs, from a settings file |
+| `stock` | where they come from: a provider, or a pool |
 | `node` | the sandboxes of this node and their ends |
 | `programs` | running programs, heard by any number of callers |
 | `inside` | files of a sandbox as one of its users sees them |

@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from rollmill.clock import Clock, SystemClock
-from rollmill.errors import CreateUnknown, DeadlineExceeded, ImageError, RollmillError, SandboxDead, SandboxRetryable
+from rollmill.errors import DeadlineExceeded, ImageError, RollmillError, SandboxDead, SandboxRetryable
 from rollmill.sandboxes.protocol import Provider, Sandbox
 from rollmill.sandboxes.records import DeathReason, Lease, SandboxSpec, SnapshotRef
 from rollmill.sandboxes.service.law import Fate, HttpProblem, Standing, end_after_connect, fate
@@ -30,11 +30,11 @@ from rollmill.sandboxes.service.problems import gone
 from rollmill.sandboxes.service.served import Order, Sample, Served
 from rollmill.sandboxes.service.settings import ServiceSettings
 from rollmill.sandboxes.service.shelf import Kept, Shelf
+from rollmill.sandboxes.service.stock import Stock
 from rollmill.sandboxes.service.templates import Template
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
-_RECONCILE_S = 30.0
 _RETRY_S = 1.0
 
 
@@ -45,6 +45,7 @@ class Node:
         provider: runs them; closed by whoever opened it.
         settings: how.
         templates: what callers may ask for.
+        stock: where sandboxes come from; `None`: from the provider, each as it is asked for.
         clock: of the times that callers see.
     """
 
@@ -54,6 +55,7 @@ class Node:
         *,
         settings: ServiceSettings | None = None,
         templates: Mapping[str, Template],
+        stock: Stock | None = None,
         clock: Clock | None = None,
     ) -> None:
         self.settings = ServiceSettings() if settings is None else settings
@@ -61,6 +63,7 @@ class Node:
         self.default_user = "root"
         self.shelf = Shelf()
         self._provider = provider
+        self._stock = Stock(provider) if stock is None else stock
         self._clock = SystemClock() if clock is None else clock
         self._served: dict[str, Served] = {}
         self._starting = 0
@@ -127,6 +130,7 @@ class Node:
     def _alive(self, served: Served) -> bool:
         if served.storing or served.files is not None or served.sandbox.death is None:
             return True
+        self._stock.ended(served.sandbox)
         self._forget(served)
         return False
 
@@ -264,22 +268,14 @@ class Node:
         lease, backend_id = self._lease(left_s), served.backend_id()
         try:
             if files is not None:
-                return await self._provider.restore(files, id=backend_id, labels=labels, lease=lease)
-            return await self._provider.create(served.spec, id=backend_id, labels=labels, lease=lease)
+                return await self._stock.restore(files, id=backend_id, labels=labels, lease=lease)
+            return await self._stock.create(served.spec, id=backend_id, labels=labels, lease=lease)
         except ImageError as error:
             if served.order.template in self.templates or files is not None:
                 raise
             raise self._unknown(served.order.template, f". As the name of an image: {error}") from error
         except SandboxDead as error:  # before it answered once
             raise SandboxRetryable(f"the sandbox ended while it started: {error}", after_s=_RETRY_S) from error
-        except CreateUnknown as error:
-            try:
-                async with asyncio.timeout(_RECONCILE_S):
-                    return await self._provider.attach(backend_id)
-            except (SandboxDead, TimeoutError):
-                raise SandboxRetryable(
-                    f"{error} It was looked for and is not there; try again.", after_s=1.0
-                ) from error
 
     def _lease(self, left_s: float) -> Lease:
         return Lease(owner=self.settings.owner, ttl_s=left_s + self.settings.grace_s)
@@ -314,7 +310,7 @@ class Node:
     async def _resume(self, served: Served, left_s: float) -> None:
         if served.files is None:
             await served.sandbox.renew(self._lease(left_s))
-            await served.sandbox.resume()
+            await self._stock.resume(served.sandbox)
         else:
             kept = served.files
             served.began(await self._made(served, kept, left_s=left_s), stall_s=self.settings.stream_stall_s)
@@ -338,7 +334,7 @@ class Node:
         if not keep_memory:
             await self._store(served)
             return
-        await served.sandbox.pause()
+        await self._stock.pause(served.sandbox)
         await served.sandbox.renew(self._lease(self.settings.paused_ttl_s))
         self._paused(served)
 
@@ -352,6 +348,7 @@ class Node:
             served.storing = False
             if done.cancelled() or done.exception() is not None:
                 return
+            self._stock.ended(served.sandbox)
             if served.id not in self._served:  # ended meanwhile
                 self.run(self._provider.delete_snapshots([name]), name=f"end of {name}")
                 return
@@ -374,7 +371,7 @@ class Node:
     async def _kill(self, served: Served, reason: DeathReason) -> None:
         self._disarm(served)
         if served.files is None:
-            await served.sandbox.kill(reason)
+            await self._stock.kill(served.sandbox, reason)
         else:
             await self._provider.delete_snapshots([served.files.snapshot_id])
         self._forget(served)

@@ -21,6 +21,8 @@ class ServiceSettings(Record, frozen=True, kw_only=True):
         max_lifetime_s: end of every sandbox, counted from its creation, pauses included, whatever is renewed.
         max_sandboxes: running, paused and starting at a time; more are answered with 429.
         grace_s: the provider's lease ends so much after the timeout: it is there for the case that this service hangs.
+        create_s: longest wait for a place in the queue and for the start, where a pool stands in front of the provider;
+            the public SDK waits 60 s for an answer.
         transition_s: longest that one pause, resume or kill may take.
         default_user: of commands and files whose caller names none; empty: `user` where the backend has users, else
             `root`.
@@ -47,6 +49,7 @@ class ServiceSettings(Record, frozen=True, kw_only=True):
     max_lifetime_s: float = 7 * 86_400.0
     max_sandboxes: int = 1000
     grace_s: float = 30.0
+    create_s: float = 50.0
     transition_s: float = 60.0
     default_user: str = ""
     image_names: bool = True

@@ -3,6 +3,7 @@
 [templates.base]                 # the host's own system directories
 memory_mib = 512
 cpus = 1.0
+ready = 8                        # kept started, for callers who come next
 
 [templates.tools]
 layers = ["/srv/images/tools"]   # unpacked root file systems, the uppermost first
@@ -36,6 +37,8 @@ class Template(Record, frozen=True, kw_only=True):
         memory_mib, disk_mib, inodes, pids, cpus, output_mib, open_files: see `Limits`.
         expose: files and directories of the host that are shown, read only.
         envs: environment of every command.
+        ready: how many are kept started beside those in use. Raising it serves larger bursts at once, and takes an idle
+            sandbox's memory for each.
     """
 
     layers: tuple[str, ...] = ()
@@ -49,8 +52,11 @@ class Template(Record, frozen=True, kw_only=True):
     open_files: int = 1024
     expose: tuple[str, ...] = ()
     envs: Mapping[str, str] = msgspec.field(default_factory=dict)
+    ready: int = 0
 
     def __post_init__(self) -> None:
+        if self.ready < 0:
+            raise ConfigError(f"ready of a template is {self.ready}; it must not be below 0")
         if self.layers and self.image:
             raise ConfigError(
                 f"a template has layers {list(self.layers)} and the image {self.image!r}; give one of them, or none "
