@@ -40,6 +40,9 @@ KINDS = ("shaped", "replace", "shrink")
 BEST_KIND = "shaped"
 """What the search and the runs with the best setting use."""
 
+SEARCH_LIMIT = 1.5
+"""A run of the search that has trained for so many times the best time so far cannot win, and is ended."""
+
 VERDICT = ("accuracy", "low", "high", "n", "mean_tokens")
 """What an evaluation says; its own time is not part of it."""
 
@@ -144,6 +147,16 @@ def ours(phase: str, setting: Setting, seed: int, *, zero_advantage: str = BEST_
 def theirs(phase: str, setting: Setting, seed: int, *, mode: TrlMode | None) -> Item:
     """Return a run of TRL; its mode is not known before the pilot."""
     return Item(phase=phase, side="trl", setting=setting, seed=seed, mode=mode, steps=steps_cap("trl", setting))
+
+
+def search_limit_s(item: Item, runs: Sequence[Record]) -> float | None:
+    """Return the training time at which a run of the search has lost; `None` for others, and before one has won."""
+    if item.phase != "search":
+        return None
+    rivals = [run for run in runs if run["phase"] == "search" and run["side"] == item.side]
+    times = [time_to(run["points"], target=TARGET, key="wall_s") for run in rivals if run["seed"] == item.seed]
+    known = [time for time in times if time is not None]
+    return SEARCH_LIMIT * min(known) if known else None
 
 
 def plan(runs: Sequence[Record]) -> list[Item]:

@@ -83,7 +83,10 @@ class Runner:
         return record
 
     def _trl(self, item: plan.Item) -> dict[str, Any]:
-        return self._trl_side.run(item, config=self._config, evaluator=self._evaluator, python=self._python)
+        limit_s = plan.search_limit_s(item, read_runs(self._runs_file))
+        return self._trl_side.run(
+            item, config=self._config, evaluator=self._evaluator, python=self._python, limit_s=limit_s
+        )
 
     def _rollmill(self, item: plan.Item) -> dict[str, Any]:
         return self._rollmill_side.run(

@@ -82,8 +82,10 @@ def work_of(item: Item, *, config: RollmillConfig, evaluator: Evaluator, folder:
     }
 
 
-def run(item: Item, *, config: RollmillConfig, evaluator: Evaluator, python: Path) -> dict[str, Any]:
-    """Return the record of one run of TRL."""
+def run(
+    item: Item, *, config: RollmillConfig, evaluator: Evaluator, python: Path, limit_s: float | None = None
+) -> dict[str, Any]:
+    """Return the record of one run of TRL, which ends once it has trained for `limit_s`."""
     mode = item.mode or TrlMode(threads=1)
     with tempfile.TemporaryDirectory(prefix="vs-trl-", dir=scratch()) as name:
         folder = Path(name)
@@ -107,7 +109,7 @@ def run(item: Item, *, config: RollmillConfig, evaluator: Evaluator, python: Pat
             if item.phase == "pilot":
                 limit.start()
             try:
-                record = _follow(process, evaluator=evaluator, sampler=sampler, started_s=started_s)
+                record = _follow(process, evaluator=evaluator, sampler=sampler, started_s=started_s, limit_s=limit_s)
             finally:
                 too_slow = limit.finished.is_set()
                 limit.cancel()
@@ -124,7 +126,12 @@ def _end_of(log: Path) -> str:
 
 
 def _follow(
-    process: subprocess.Popen[str], *, evaluator: Evaluator, sampler: TreeSampler, started_s: float
+    process: subprocess.Popen[str],
+    *,
+    evaluator: Evaluator,
+    sampler: TreeSampler,
+    started_s: float,
+    limit_s: float | None,
 ) -> dict[str, Any]:
     assert process.stdin is not None
     assert process.stdout is not None
@@ -146,7 +153,8 @@ def _follow(
                 path.unlink()
                 record["evaluation_s"] += time.monotonic() - began_s
                 reached = time_to(points, target=STOP_AT, key="step") is not None
-                process.stdin.write("stop\n" if reached else "go\n")
+                lost = limit_s is not None and points[-1]["wall_s"] > limit_s
+                process.stdin.write("stop\n" if reached or lost else "go\n")
                 process.stdin.flush()
             case "end":
                 record["trained"] = event

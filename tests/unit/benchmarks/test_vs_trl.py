@@ -208,3 +208,16 @@ def test_a_value_between_two_samples_lies_on_the_line_through_them(modules):
     assert interpolate([1.0, 3.0], [10.0, 20.0], at=2.0) == 15.0
     assert interpolate([1.0, 3.0], [10.0, 20.0], at=0.0) == 10.0
     assert interpolate([1.0, 3.0], [10.0, 20.0], at=9.0) == 20.0
+
+
+def test_a_run_of_the_search_has_lost_at_one_and_a_half_times_the_best_so_far(plan):
+    item = plan.theirs("search", plan.GRID[1], 100, mode=plan.TrlMode(threads=2))
+    best = plan.theirs("search", plan.GRID[0], 100, mode=plan.TrlMode(threads=2))
+    others = [
+        run(plan.ours("search", plan.GRID[0], 100), points=curve((0.3, 5.0), (0.3, 9.0))),
+        run(plan.theirs("equal", plan.GRID[0], 0, mode=None), points=curve((0.3, 5.0), (0.3, 9.0))),
+    ]
+    assert plan.search_limit_s(item, others) is None
+    made = [*others, run(best, points=curve((0.1, 20.0), (0.26, 40.0), (0.27, 60.0)))]
+    assert plan.search_limit_s(item, made) == 60.0
+    assert plan.search_limit_s(plan.theirs("best", plan.GRID[1], 0, mode=None), made) is None
