@@ -341,8 +341,8 @@ class MemoryRepository:
         name = next(iter(self._tensors[policy_version]))
         self._tensors[policy_version][name] = self._tensors[policy_version][name] + 1e-3
 
-    def manifests(self) -> Ids[WeightManifest]:
-        return [self._manifests[version] for version in sorted(self._manifests)]
+    def manifests(self, *, after: int = 0) -> Ids[WeightManifest]:
+        return [self._manifests[version] for version in sorted(self._manifests) if version > after]
 
     def manifest(self, policy_version: int) -> WeightManifest:
         if policy_version not in self._manifests:

@@ -9,7 +9,6 @@ Decides nothing about samples.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import os
 import shutil
@@ -18,8 +17,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from rollmill.errors import RollmillError, RunDirectoryError, StoreError
+from rollmill.file_lock import take_lock
 
 SCHEMA_VERSION = 2
+PREPARE_LIMIT_S = 30.0
 WHAT_TO_DO = (
     "The disk or another program changed it; check the disk. Without its books a run cannot go on: restore "
     "store.sqlite with its -wal file from a copy and resume. What a checkpoint learned is safe: start a new run with "
@@ -188,7 +189,11 @@ def _directory_lock(directory: Path) -> Iterator[None]:
     """Keep two processes from preparing one file at once; the kernel frees the lock if its holder dies."""
     handle = os.open(directory, os.O_RDONLY)
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX)
+        if not take_lock(handle, limit_s=PREPARE_LIMIT_S):
+            raise StoreError(
+                f"another process has been opening the sample store in {directory} for {PREPARE_LIMIT_S:g} s. Is it "
+                f"stopped, or does its disk hang? See who with `fuser {directory}`; if it hangs, end it."
+            )
         yield
         os.fsync(handle)  # the new file's name is durable too
     finally:

@@ -62,9 +62,9 @@ class FakeRepository:
         self._manifests.append(fake_manifest(version, optimizer_step=optimizer_step, published_at_s=at_s))
         return self._manifests[-1]
 
-    def manifests(self) -> list[WeightManifest]:
-        """Return all manifests, ascending."""
-        return list(self._manifests)
+    def manifests(self, *, after: int = 0) -> list[WeightManifest]:
+        """Return the manifests of later versions, ascending."""
+        return [one for one in self._manifests if one.policy_version > after]
 
     def latest(self) -> WeightManifest | None:
         """Return the newest manifest, or `None` before the first publication."""

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import hashlib
 import json
 import os
@@ -17,8 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from rollmill.errors import WeightError
+from rollmill.file_lock import take_lock
 
 PARTIAL_SUFFIX = ".partial"
+LOCK_LIMIT_S = 30.0
+"""For a few file operations of another process; the longest makes the file of a whole version."""
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -140,11 +142,22 @@ def check_space(directory: Path, *, needed_bytes: int, what: str, action: str) -
 
 
 @contextlib.contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """Take turns with other processes for a few file operations; the kernel frees the lock if its holder dies."""
+def locked(path: Path, *, limit_s: float = LOCK_LIMIT_S) -> Iterator[None]:
+    """Take turns with other processes for a few file operations; the kernel frees the lock if its holder dies.
+
+    Raises:
+        WeightError: naming the holder, if it did not let go in time: it is stopped, or its disk hangs.
+    """
     handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX)
+        if not take_lock(handle, limit_s=limit_s):
+            holder = os.pread(handle, 32, 0).decode(errors="replace").strip() or "unknown"
+            raise WeightError(
+                f"process {holder} has held {path} for {limit_s:g} s, which it needs for a few file operations. Is it "
+                "stopped, or does its disk hang? Nothing was changed."
+            )
+        os.ftruncate(handle, 0)
+        os.pwrite(handle, f"{os.getpid()}\n".encode(), 0)
         yield
     finally:
         os.close(handle)

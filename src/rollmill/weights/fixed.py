@@ -59,9 +59,9 @@ class FixedModel:
             published_at_s=at_s,
         )
 
-    def manifests(self) -> Sequence[WeightManifest]:
-        """Return the one manifest."""
-        return [self._manifest]
+    def manifests(self, *, after: int = 0) -> Sequence[WeightManifest]:
+        """Return the one manifest, if it is later."""
+        return [self._manifest] if self._manifest.policy_version > after else []
 
     def manifest(self, policy_version: int) -> WeightManifest:
         """Return the one manifest.

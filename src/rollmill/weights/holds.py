@@ -6,11 +6,18 @@ A hold names the process that took it; a hold of a dead process does not count. 
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 from pathlib import Path
 
+import msgspec
 import psutil
+
+
+class _Hold(msgspec.Struct, frozen=True, kw_only=True):
+    policy_version: int
+    owner: str
+    pid: int
+    started_at_s: float | None
 
 
 class Holds:
@@ -26,10 +33,10 @@ class Holds:
     def add(self, policy_version: int, *, owner: str) -> None:
         """Note that this process holds a version for `owner`."""
         pid = os.getpid()
-        hold = {"policy_version": policy_version, "owner": owner, "pid": pid, "started_at_s": started_at_s(pid)}
+        hold = _Hold(policy_version=policy_version, owner=owner, pid=pid, started_at_s=started_at_s(pid))
         path = self._path(policy_version, owner)
         partial = path.with_suffix(".partial")
-        partial.write_text(json.dumps(hold) + "\n")
+        partial.write_bytes(msgspec.json.encode(hold) + b"\n")
         partial.rename(path)
 
     def remove(self, policy_version: int, *, owner: str) -> None:
@@ -37,15 +44,20 @@ class Holds:
         self._path(policy_version, owner).unlink(missing_ok=True)
 
     def living(self) -> dict[int, tuple[str, ...]]:
-        """Return version -> owners for holds of living processes; holds of dead ones are removed."""
+        """Return version -> owners for holds of living processes; holds of dead ones are removed.
+
+        One that cannot be read is a dead one's: it is written whole, and only a power cut leaves less of it.
+        """
         found: dict[int, tuple[str, ...]] = {}
         for path in sorted(self._directory.glob("v*.json")):
-            hold = json.loads(path.read_text())
-            if started_at_s(hold["pid"]) != hold["started_at_s"]:
+            try:
+                hold = msgspec.json.decode(path.read_bytes(), type=_Hold)
+            except msgspec.DecodeError:
+                hold = None
+            if hold is None or started_at_s(hold.pid) != hold.started_at_s:
                 path.unlink(missing_ok=True)
                 continue
-            version = hold["policy_version"]
-            found[version] = (*found.get(version, ()), hold["owner"])
+            found[hold.policy_version] = (*found.get(hold.policy_version, ()), hold.owner)
         return found
 
 

@@ -5,7 +5,9 @@ Decides nothing; a manifest is written once and never changed.
 
 from __future__ import annotations
 
+import contextlib
 import re
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +18,17 @@ from rollmill.errors import WeightError
 from rollmill.types import WeightManifest
 from rollmill.weights.files import read_sealed_json, write_sealed_json
 
+_KEPT = 32
 _NAME = re.compile(r"v(\d{6,})\.json")
 
 
 class Manifests:
-    """The manifests of one repository. Those read once are kept, for they never change."""
+    """The manifests of one repository. Those read last are kept, for they never change; one has 150 KB and more."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self._known: dict[int, WeightManifest] = {}
+        self._known: OrderedDict[int, WeightManifest] = OrderedDict()
+        self._steps: dict[int, int] = {}
 
     def versions(self) -> tuple[int, ...]:
         """Return all published versions, ascending."""
@@ -45,7 +49,32 @@ class Manifests:
                     f"{in_words(self.versions())}."
                 )
             self._known[policy_version] = _decode(read_sealed_json(path), path=path)
+            while len(self._known) > _KEPT:
+                self._known.popitem(last=False)
         return self._known[policy_version]
+
+    def optimizer_step_of(self, policy_version: int) -> int:
+        """Return the optimizer updates in a version; asked of every sample, so it is remembered for all versions.
+
+        Raises:
+            WeightError: as `read`.
+        """
+        if policy_version not in self._steps:
+            self._steps[policy_version] = self.read(policy_version).optimizer_step
+        return self._steps[policy_version]
+
+    def readable(self, *, after: int = 0) -> tuple[WeightManifest, ...]:
+        """Return later manifests that can be read, ascending: a damaged one is no reason to lose the others."""
+        found: list[WeightManifest] = []
+        for version in self.versions():
+            if version > after:
+                with contextlib.suppress(WeightError):
+                    found.append(self.read(version))
+        return tuple(found)
+
+    def damaged(self) -> tuple[int, ...]:
+        """Return the versions whose manifests cannot be read; their numbers stay taken."""
+        return tuple(sorted({*self.versions()} - {one.policy_version for one in self.readable()}))
 
     def write(self, manifest: WeightManifest) -> None:
         """Write a manifest; the version is published when this returns."""

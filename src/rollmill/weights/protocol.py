@@ -104,8 +104,8 @@ class ModelRepository(Protocol):
         """Make room for the next publication ahead of time; return whether there is."""
         ...
 
-    def manifests(self) -> Sequence[WeightManifest]:
-        """Return all manifests, ascending; those whose tensors are gone too."""
+    def manifests(self, *, after: int = 0) -> Sequence[WeightManifest]:
+        """Return the manifests of later versions, ascending; those whose tensors are gone too."""
         ...
 
     def manifest(self, policy_version: int) -> WeightManifest:

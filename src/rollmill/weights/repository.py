@@ -11,6 +11,7 @@ import contextlib
 import fcntl
 import io
 import os
+import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     import torch
 
 Quantization = Literal["none", "int8"]
+_TENSORS = re.compile(r"v(\d{6,})\.safetensors")
 
 
 class Adoption(msgspec.Struct, frozen=True, kw_only=True):
@@ -314,26 +316,39 @@ class LocalModelRepository:
                     removed.append(path.name)
         return tuple(removed)
 
-    def manifests(self) -> Sequence[WeightManifest]:
-        """Return all manifests, ascending; those whose tensors are gone too."""
-        return [self._manifests.read(version) for version in self._manifests.versions()]
+    def manifests(self, *, after: int = 0) -> Sequence[WeightManifest]:
+        """Return later manifests that can be read, ascending; those whose tensors are gone too."""
+        return self._manifests.readable(after=after)
 
     def manifest(self, policy_version: int) -> WeightManifest:
         """Return the manifest of one version."""
         return self._manifests.read(policy_version)
 
     def latest(self) -> WeightManifest | None:
-        """Return the newest manifest, or `None` before the first publication."""
-        versions = self._manifests.versions()
-        return self._manifests.read(versions[-1]) if versions else None
+        """Return the newest manifest that can be read, or `None` before the first publication."""
+        for version in reversed(self._manifests.versions()):
+            with contextlib.suppress(WeightError):
+                return self._manifests.read(version)
+        return None
 
     def optimizer_step_of(self, policy_version: int) -> int:
         """Return the committed optimizer updates in a version."""
-        return self._manifests.read(policy_version).optimizer_step
+        return self._manifests.optimizer_step_of(policy_version)
 
     def available(self) -> tuple[int, ...]:
         """Return the versions whose tensors can be loaded, ascending."""
-        return tuple(m.policy_version for m in self.manifests() if self._tensor_path(m).exists())
+        with_tensors = {version for _, version, _ in self._tensor_files()}
+        return tuple(version for version in self._manifests.versions() if version in with_tensors)
+
+    def _tensor_files(self) -> list[tuple[Transport, int, Path]]:
+        """Return where tensors lie: there are few such files, however many versions there were."""
+        transports: tuple[Transport, ...] = ("file", "shm")
+        return [
+            (transport, int(match[1]), path)
+            for transport in transports
+            for path in sorted(self._folder(transport).glob("v*.safetensors"))
+            if (match := _TENSORS.fullmatch(path.name))
+        ]
 
     def load(self, policy_version: int) -> dict[str, torch.Tensor]:
         """Return the whole weights, memory-mapped, each tensor checked against its digest.
@@ -443,22 +458,26 @@ class LocalModelRepository:
         Bases that none of those is an adapter on go too.
         """
         with self._locked():
-            kept = {*self._manifests.versions()[-self._keep :], *self._holds.living()}
+            published = self._manifests.versions()
+            kept = {*published[-self._keep :], *self._holds.living()}
             retired: list[int] = []
-            for version in self._manifests.versions():
-                path = self._tensor_path(self._manifests.read(version))
-                if version not in kept and path.exists():
-                    if self._manifests.read(version).transport == "shm":
-                        retire_file(path)
-                    else:
-                        path.unlink()
-                    self._rounded_beside(path).unlink(missing_ok=True)
-                    retired.append(version)
+            for transport, version, path in self._tensor_files():
+                if version in kept or version not in published:
+                    continue
+                if transport == "shm":
+                    retire_file(path)
+                else:
+                    path.unlink()
+                self._rounded_beside(path).unlink(missing_ok=True)
+                retired.append(version)
             self._retire_bases(kept)
-            return retired
+            return sorted(retired)
 
     def _retire_bases(self, kept: set[int]) -> None:
-        adapters = (self._manifests.read(version).adapter for version in kept)
+        try:
+            adapters = [self._manifests.read(version).adapter for version in kept]
+        except WeightError:
+            return  # nobody knows what the damaged one stands on
         bases = {adapter.base_digest for adapter in adapters if adapter is not None}
         for transport in ("file", "shm"):
             retire_bases(self._folder(transport), kept=bases)

@@ -98,8 +98,8 @@ class Repository:
         self._log.append(f"publish {manifest.optimizer_step}")
         return manifest
 
-    def manifests(self) -> Sequence[WeightManifest]:
-        return self.published
+    def manifests(self, *, after: int = 0) -> Sequence[WeightManifest]:
+        return self.published[after:]
 
     def manifest(self, policy_version: int) -> WeightManifest:
         return self.published[policy_version - 1]

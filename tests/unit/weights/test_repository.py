@@ -13,6 +13,7 @@ import torch
 
 from rollmill.errors import InvariantViolation, RunDirectoryError, WeightError
 from rollmill.weights import LocalModelRepository, resolve_transport, sweep_shared_memory
+from rollmill.weights.files import locked
 from rollmill.weights.tensorfile import TensorsInFile, load_tensors
 from rollmill.weights.transport import shared_folder
 
@@ -273,3 +274,60 @@ def test_loaded_tensors_say_in_which_file_another_process_finds_them(tmp_path):
     loaded = repository.load(manifest.policy_version)
     assert isinstance(loaded, TensorsInFile)
     assert load_tensors(loaded.path)["a"].tolist() == loaded["a"].tolist() == [0, 1, 2, 3, 4, 5]
+
+
+def test_a_hold_that_a_power_cut_left_empty_counts_as_a_dead_ones(tmp_path):
+    repository = LocalModelRepository(tmp_path / "w", transport="file", keep_versions=1)
+    for step in range(3):
+        publish(repository, step=step)
+    repository.hold(1, owner="a")
+    (hold,) = (tmp_path / "w" / "holds").glob("v*.json")
+    hold.write_bytes(b"")
+    assert repository.retire() == [1, 2]
+    assert not hold.exists()
+
+
+def test_a_damaged_manifest_costs_its_version_alone_and_its_number_stays_taken(tmp_path):
+    repository = LocalModelRepository(tmp_path / "w", transport="file", keep_versions=1)
+    for step in range(4):
+        publish(repository, step=step)
+    for version in (2, 4):
+        (tmp_path / "w" / "manifests" / f"v{version:06d}.json").write_text("{")
+    fresh = LocalModelRepository(tmp_path / "w", transport="file", keep_versions=1)
+    assert [one.policy_version for one in fresh.manifests()] == [1, 3]
+    assert [one.policy_version for one in fresh.manifests(after=1)] == [3]
+    latest = fresh.latest()
+    assert latest is not None
+    assert latest.policy_version == 3
+    with pytest.raises(WeightError, match="is damaged"):
+        fresh.manifest(4)
+    assert publish(fresh, step=9).policy_version == 5
+    assert fresh.retire() == [1, 2, 3, 4]
+    assert fresh.available() == (5,)
+
+
+def test_what_is_remembered_of_many_versions_is_their_steps(tmp_path):
+    repository = LocalModelRepository(tmp_path / "w", transport="file", keep_versions=1)
+    for step in range(40):
+        publish(repository, step=step)
+    assert [repository.optimizer_step_of(version) for version in range(1, 41)] == list(range(40))
+    assert len(repository._manifests._known) <= 32
+    assert len(repository.manifests()) == 40
+
+
+def test_a_lock_that_is_not_let_go_names_its_holder(tmp_path):
+    path = tmp_path / "lock"
+    holder = (
+        "import sys\nfrom pathlib import Path\nfrom rollmill.weights.files import locked\n"
+        "with locked(Path(sys.argv[1])):\n    print('held', flush=True)\n    sys.stdin.read()\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", holder, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "held\n"
+    with pytest.raises(WeightError, match=f"process {process.pid} has held .* for 0.05 s"), locked(path, limit_s=0.05):
+        pass
+    process.communicate()
+    with locked(path, limit_s=0.05):
+        pass

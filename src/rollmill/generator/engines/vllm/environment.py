@@ -6,7 +6,6 @@ is installed and what must not be in it.
 
 from __future__ import annotations
 
-import fcntl
 import os
 import shutil
 import subprocess
@@ -15,6 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from rollmill.errors import ConfigError, MissingExtraError
+from rollmill.file_lock import take_lock
 from rollmill.generator.engines.settings import Device
 from rollmill.weights.catalog import cache_directory
 
@@ -114,7 +114,11 @@ def install(*, device: Device | None = None, folder: Path | None = None, run: Ru
     run = _run if run is None else run
     folder.parent.mkdir(parents=True, exist_ok=True)
     with (folder.parent / f".{folder.name}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not take_lock(lock.fileno(), limit_s=INSTALL_DEADLINE_S):
+            raise ConfigError(
+                f"another process has been making the environment for vLLM in {folder} for {INSTALL_DEADLINE_S:g} s. "
+                f"See who with `fuser {lock.name}`; if it hangs, end it."
+            )
         if not is_ready(folder):
             _refuse_python(device)
             shutil.rmtree(folder, ignore_errors=True)
