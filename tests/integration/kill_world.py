@@ -135,13 +135,13 @@ def policy_settings(policy: str) -> dict[str, str]:
 class Run:
     """One run directory and the command that drives it now."""
 
-    def __init__(self, folder: Path, *, job: Job, seed: int, policy: str) -> None:
+    def __init__(self, folder: Path, *, job: Job, seed: int, policy: str, log: Path | None = None) -> None:
         self.job = job
         self.config = folder / "train.toml"
         self.config.write_text(job.toml(folder, {"seed": seed % 1000, **policy_settings(policy)}))
         self.directory = folder / "runs" / load_config(self.config).config.run.name
         self.layout = ProcessLayout(self.directory)
-        self.log = folder / "output.log"
+        self.log = folder / "output.log" if log is None else log
         self._output = self.log.open("ab")
         self.command: subprocess.Popen[bytes] | None = None
 
@@ -313,26 +313,32 @@ def kill_one(run: Run, victim: str, *, moment: Moment, number: int) -> Loss | No
     settled_s = time.monotonic() - killed_s
     if outcome == "stopped":
         run.status()
+    pid = before[victim].pid
     return Loss(
         round=number,
         victim=victim,
         moment=moment.value,
         settled_s=round(settled_s, 3),
         outcome=outcome,
-        cause=_cause(run, victim, outcome),
+        cause=_cause(run, victim, outcome, pid=pid),
     )
 
 
-def _cause(run: Run, victim: str, outcome: str) -> str:
+def _cause(run: Run, victim: str, outcome: str, *, pid: int) -> str:
     """Return what the run directory says of the loss."""
     if victim == "supervisor":
-        # A killed parent can write nothing: what it measured last still says that the run was going.
+        # A killed parent can write nothing: what it measured last still says that the run was going, and the next start
+        # says what that means (`check_told`).
         segments = sorted(run.layout.processes.glob("segment.*.json"), key=lambda path: path.stat().st_mtime)
-        return "segment " + json.loads(segments[-1].read_text())["ended"] if segments else "no segment yet"
+        if not segments:
+            return "no segment yet"
+        ended = json.loads(segments[-1].read_text())["ended"]
+        assert ended in ("running", "ending"), ended
+        return f"segment {ended}"
     if outcome == "restarted":
         records = lines(run.directory / "losses.jsonl")
-        told = [record["message"] for record in records if record["process"] == victim]
-        assert told, f"{victim} was restarted and losses.jsonl does not say why it had to be"
+        told = [record["message"] for record in records if (record["process"], record["pid"]) == (victim, pid)]
+        assert told, f"{victim} (pid {pid}) was restarted and losses.jsonl does not say why it had to be: {records}"
         return str(told[-1])
     if not run.layout.failure.exists():
         # It was killed after its last word: the run ended well all the same.
@@ -470,11 +476,19 @@ def chain(folder: Path, *, job: Job, seed: int, kills: int, policy: str = "stop"
             check_acknowledged(run)
         incarnations = _to_the_end(run)
         summary = check_end(run)
+        check_told(losses, summary)
     except AssertionError as error:
         raise AssertionError(f"seed {seed}, job {job.name}, losses {msgspec.to_builtins(losses)}: {error}") from error
     finally:
         run.close()
     return Chain(seed=seed, losses=tuple(losses), incarnations=incarnations, rollouts=summary["rollouts"])
+
+
+def check_told(losses: list[Loss], summary: dict[str, Any]) -> None:
+    """Check that the cause of a killed supervisor's end stands in the summary of the run that went on without it."""
+    killed = [loss for loss in losses if loss.cause == "segment running"]
+    told = [words for words in summary["repairs"] if "was killed, or the machine went down" in words]
+    assert not killed or told, f"a supervisor was killed {len(killed)} times, and no start after it says so"
 
 
 def draw(rng: random.Random, kills: int) -> Iterator[tuple[str, Moment]]:

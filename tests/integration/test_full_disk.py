@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from kill_world import END_DEADLINE_S, Run, check_acknowledged, check_end, tiny_job
+from kill_world import END_DEADLINE_S, Run, check_acknowledged, check_end, count_lines, tiny_job
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -45,4 +49,57 @@ def test_a_full_disk_ends_the_run_in_words_and_costs_nothing(tmp_path: Path, lar
         assert run.status() == 0, run.tail()
         check_end(run)
     finally:
+        run.close()
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of its own, so that even the smallest file finds no room."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=48m,mode=700", "tmpfs", str(place)]
+    mounted = subprocess.run(command, capture_output=True, text=True, check=False)
+    if mounted.returncode:
+        pytest.skip(f"no file system can be mounted here: {mounted.stderr.strip()}")
+    yield place
+    subprocess.run(["umount", "--lazy", str(place)], check=True)
+
+
+def fill(path: Path) -> None:
+    """Take every byte that is left."""
+    handle = os.open(path, os.O_CREAT | os.O_WRONLY)
+    try:
+        for size in (1 << 20, 1 << 12, 1):
+            with contextlib.suppress(OSError):
+                while True:
+                    os.write(handle, bytes(size))
+    finally:
+        os.close(handle)
+
+
+@pytest.mark.parametrize("policy", ["stop", "restart"])
+def test_a_disk_without_a_byte_ends_the_run_in_words_and_costs_nothing(
+    tmp_path: Path, small_disk: Path, policy: str
+) -> None:
+    run = Run(small_disk, job=tiny_job(), seed=2, policy=policy, log=tmp_path / "output.log")
+    filler = small_disk / "filler"
+    try:
+        run.start()
+        while count_lines(run.directory / "metrics.jsonl") < 4:
+            assert not run.ended(within_s=0.02), run.tail()
+        fill(filler)
+        assert run.ended(within_s=END_DEADLINE_S)
+        assert run.status() == 1, run.tail()
+        assert run.processes() == {}
+        said = run.tail()
+        assert "No space left" in said or "disk is full" in said, said
+        assert "Traceback" not in said
+        filler.unlink()
+
+        run.start()
+        assert run.ended(within_s=END_DEADLINE_S)
+        assert run.status() == 0, run.tail()
+        check_end(run)
+    finally:
+        filler.unlink(missing_ok=True)
         run.close()

@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -126,16 +127,17 @@ class Setting:
     def _none_left(self) -> None:
         self.ended += 1
 
-    def lose(self) -> LossRecord:
+    def lose(self, *, at_wall_s: float | None = None) -> LossRecord:
         """Write what the supervisor writes when it sees the process end."""
+        at_wall_s = time.time() if at_wall_s is None else at_wall_s
         loss = LossRecord(
             process=NAME,
             life="1",
             pid=self.body.pid,
             incarnation=1,
-            at_wall_s=1.0,
+            at_wall_s=at_wall_s,
             exit_status=-9,
-            cause=record_of_exit(NAME, -9, at_wall_s=1.0),
+            cause=record_of_exit(NAME, -9, at_wall_s=at_wall_s),
             decision="restart",
             restarts_left=2,
             pause_s=0.0,
@@ -251,6 +253,20 @@ def test_a_loss_that_the_supervisor_wrote_down_takes_the_replica_out_and_its_old
             assert len(world.joined) == 1
             with pytest.raises(ProducersGone):
                 await generate(world)
+
+    asyncio.run(main())
+
+
+def test_a_process_that_has_the_number_of_one_that_was_lost_before_it_joins_and_stays(tmp_path: Path) -> None:
+    """In a container that is started again processes get the same numbers in the same order."""
+
+    async def main() -> None:
+        async with setting(tmp_path) as world:
+            world.lose(at_wall_s=time.time() - 60.0)
+            await world.watch.look()
+            await world.watch.look()
+            assert len(world.joined) == 1
+            assert world.losses == []
 
     asyncio.run(main())
 

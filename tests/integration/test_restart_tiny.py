@@ -200,3 +200,30 @@ def test_ctrl_c_while_a_lost_process_starts_again_stops_cleanly(tmp_path: Path, 
     check_books(summary)
     assert summary["reason"] == "stopped"
     assert processes_of(run) == []
+
+
+def test_a_trainer_that_somebody_else_tells_to_end_is_a_loss_with_that_cause(tmp_path: Path) -> None:
+    process, run = start(tmp_path, steps=200)
+    wait_for_steps(run, 3, process)
+    trainer = the(run, "trainer")
+    assert trainer is not None
+    trainer.terminate()
+    status, _, _ = finish(process)
+    failure = json.loads((run / "failure.json").read_text())
+    assert (status, failure["process"], failure["code"]) == (1, "trainer", "process_died")
+    assert "told to end (SIGTERM)" in failure["message"]
+    assert processes_of(run) == []
+
+
+def test_a_trainer_that_was_told_to_end_is_started_again_where_the_run_may(tmp_path: Path) -> None:
+    process, run = start(tmp_path, *ALL_RESTART, steps=12)
+    wait_for_steps(run, 3, process)
+    trainer = the(run, "trainer")
+    assert trainer is not None
+    trainer.terminate()
+    summary = result(process)
+    assert (summary["steps"], summary["rollouts"]["trained"]) == (12, 12 * 2 * 4)
+    (loss,) = losses(run)
+    assert (loss["process"], loss["decision"]) == ("trainer", "restart")
+    # It wrote a checkpoint of the step it was at, so no step is made twice.
+    assert [line["step"] for line in lines(run / "metrics.jsonl")] == list(range(1, 13))

@@ -152,6 +152,33 @@ def test_giving_up_ends_a_session_as_a_crash_would_and_the_fold_of_its_journal_i
     assert live.view().in_flight > 0
 
 
+def test_what_a_transaction_leaves_to_do_is_not_begun_once_the_session_was_given_up() -> None:
+    """The trainer may die while a transaction is written; whoever goes on begins what followed from it."""
+    world = Losing(config_of(steps=100))
+    begun: list[object] = []
+
+    async def give_up(_: World) -> None:
+        controller = world.controller
+        absorb, obey = controller._absorb, controller._obey
+
+        async def given_up_meanwhile(events: Any) -> Any:
+            effects = await absorb(events)
+            if effects and world.clock.now_s() > 0.5:
+                controller.give_up("trainer_lost")
+            return effects
+
+        def note(instruction: Any) -> None:
+            if controller.finished.done():
+                begun.append(instruction)
+            obey(instruction)
+
+        controller._absorb, controller._obey = given_up_meanwhile, note
+
+    assert run_virtual(world.run(meanwhile=give_up), clock=world.clock) == "trainer_lost"
+    assert begun == []
+    assert fold(world.store, world.controller.scheduler.settings).scheduler.view() == world.controller.scheduler.view()
+
+
 async def _two_controllers(world: Losing, *, lost_at_s: float, silent_s: float) -> str:
     """Run with one controller, lose it, let the trainer work unheard, go on with another."""
     async with asyncio.TaskGroup() as tasks:

@@ -10,13 +10,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import click
+import msgspec
 import psutil
 
 from rollmill.cli.output import FAULT_STATUS, INTERRUPTED_STATUS, USER_ERROR_STATUS, show, show_error
 from rollmill.cli.view import TrainView
 from rollmill.config.load import LoadedConfig, load_config
 from rollmill.config.plan import Plan, plan, render
-from rollmill.errors import ConfigError, ModelError
+from rollmill.errors import ConfigError, ModelError, RollmillError
 from rollmill.runtime.books import write_summary
 from rollmill.runtime.incarnation import Incarnation
 from rollmill.runtime.layout import ProcessLayout
@@ -121,9 +122,18 @@ def _finish(directory: RunDirectory, layout: ProcessLayout, end: RunEnd, *, as_j
     failure = end.failure
     summary = None
     if layout.store.exists() and layout.preflight.exists():
-        summary = write_summary(directory, layout, failure=failure)
-        # With --json there is one document: the summary, which holds the failure.
-        show(summary, text=render_summary(summary), as_json=as_json)
+        try:
+            summary = write_summary(directory, layout, failure=failure)
+        except RollmillError as error:
+            if failure is None:
+                raise
+            # Of two errors the first is the cause; a full disk has both.
+            failure = msgspec.structs.replace(
+                failure, message=f"{failure.message} No summary could be written: {error}"
+            )
+        else:
+            # With --json there is one document: the summary, which holds the failure.
+            show(summary, text=render_summary(summary), as_json=as_json)
     if failure is not None:
         hint = "" if failure.user_error else f" Logs: {layout.logs}. Go on with: {resume}"
         if summary is None or not as_json:

@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from rollmill.telemetry.files import whole_lines
 from rollmill.telemetry.live import LiveView, choose_mode
 from rollmill.telemetry.run_directory import RunDirectory
 
@@ -24,7 +25,7 @@ class Tail:
         self._offset = path.stat().st_size if path.exists() else 0
 
     def new(self) -> list[dict[str, Any]]:
-        """Return the lines that were completed since the last call."""
+        """Return the lines that were completed since the last call; one torn by a kill is passed over."""
         if not self._path.exists():
             return []
         with self._path.open("rb") as file:
@@ -32,7 +33,7 @@ class Tail:
             data = file.read()
         whole = data[: data.rfind(b"\n") + 1]
         self._offset += len(whole)
-        return [msgspec.json.decode(line) for line in whole.splitlines() if line.strip()]
+        return list(whole_lines(whole.splitlines()))
 
 
 class TrainView:

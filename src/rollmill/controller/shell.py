@@ -258,6 +258,8 @@ class Controller:
             if any(not isinstance(event, Tick) for event in events):
                 self.moved()
             effects = await self._absorb(events)
+            if self.finished.done():
+                return  # given up meanwhile: what follows would be waited for, and whoever goes on folds the journal
             for instruction in effects:
                 self._obey(instruction)
 
@@ -408,7 +410,7 @@ class Controller:
 
     def look(self) -> None:
         """Turn what the trainer has done since the last look into events; called at every ring and tick."""
-        for manifest in self._repository.manifests():
+        for manifest in self._repository.manifests(after=max(self._optimizer_steps, default=0)):
             if manifest.policy_version in self._optimizer_steps:
                 continue
             self._optimizer_steps[manifest.policy_version] = manifest.optimizer_step

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from rollmill.buffer.protocol import StepRecord
 from rollmill.buffer.sqlite import SqliteStore
 from rollmill.config.explain import explain
 from rollmill.config.load import load_config
 from rollmill.controller.translate import scheduler_settings
+from rollmill.errors import RunDirectoryError
 from rollmill.ledger.seconds import SecondsReport, merge_reports
 from rollmill.runtime.failure import FailureRecord
 from rollmill.runtime.fold import fold
@@ -30,6 +31,7 @@ from rollmill.telemetry.files import write_json_atomic
 from rollmill.telemetry.run_directory import RunDirectory
 from rollmill.telemetry.summary import build_summary
 
+T = TypeVar("T")
 TEARDOWN_LIMIT_S = 5.0
 """A process that closed its books ends within this time; more means seconds that nobody booked."""
 
@@ -80,7 +82,7 @@ def write_summary(directory: RunDirectory, layout: ProcessLayout, *, failure: Fa
         settings={row.key: row.value for row in explain(loaded)},
         extra={
             "incarnations": incarnation.number,
-            "repairs": list(incarnation.repairs),
+            "repairs": [*incarnation.repairs, *damaged_measures(layout)],
             "restarts": restarts_of(read_losses(layout.losses), lives),
             "degraded_steps": view.degraded_steps,
             "failure": None
@@ -127,7 +129,7 @@ def life_reports(
     others: list[Life] = read_all(layout.processes, "*.life.json", Life)
     for life in (*(life for segment in segments for life in segment.lives), *others):
         path = layout.seconds(life.process, life=life.life)
-        book = read_record(path, ProcessSeconds) if path.exists() else None
+        book = _if_whole(path, ProcessSeconds)
         by_steps = book is None and life.process == TRAINER
         report = _of_steps(life, steps) if by_steps else _of_book(life, book)
         report.validate()
@@ -187,9 +189,28 @@ def restarts_of(losses: Sequence[LossRecord], lives: Sequence[tuple[Life, Second
     return found
 
 
+def damaged_measures(layout: ProcessLayout) -> list[str]:
+    """Return in words which measures of processes cannot be read, and so are missing in the seconds."""
+    kinds = {"segment.*.json": Segment, "*.life.json": Life, "*.seconds.json": ProcessSeconds}
+    paths = [(path, kind) for pattern, kind in kinds.items() for path in sorted(layout.processes.glob(pattern))]
+    return [
+        f"{path.name} is damaged: what it measured is missing in this summary. A power cut leaves such a file."
+        for path, kind in paths
+        if _if_whole(path, kind) is None
+    ]
+
+
 def read_all(folder: Path, pattern: str, kind: type[Any]) -> list[Any]:
-    """Return all records that match, by name."""
-    return [read_record(path, kind) for path in sorted(folder.glob(pattern))]
+    """Return all records that match, by name; one that a power cut damaged is passed over: it was only a measure."""
+    found = (_if_whole(path, kind) for path in sorted(folder.glob(pattern)))
+    return [one for one in found if one is not None]
+
+
+def _if_whole(path: Path, kind: type[T]) -> T | None:
+    try:
+        return read_record(path, kind)
+    except RunDirectoryError:  # missing, or damaged
+        return None
 
 
 def _resume_command(directory: RunDirectory, step: int, *, total: int, reason: str | None) -> str | None:

@@ -17,6 +17,7 @@ from rollmill.config.schema import RunSettings
 from rollmill.errors import EngineDead, ProducersGone
 from rollmill.runtime.failure import FailureRecord
 from rollmill.runtime.layout import CONTROLLER, TRAINER
+from rollmill.telemetry.files import end_torn_line
 
 LONGEST_PAUSE_S = 4.0
 """So that a lost process is started again within 5 s, however often it was lost."""
@@ -205,6 +206,7 @@ def first_cause_of(chain: Chain, *, budget: int) -> FailureRecord:
 def append_loss(path: Path, loss: LossRecord) -> None:
     """Append a loss durably: it must outlive whatever happens next."""
     with path.open("ab") as file:
+        end_torn_line(path, file)
         file.write(msgspec.json.encode(loss) + b"\n")
         file.flush()
         os.fsync(file.fileno())

@@ -20,7 +20,7 @@ from pathlib import Path
 from rollmill.config.load import load_config
 from rollmill.config.schema import RollmillConfig
 from rollmill.errors import RunDirectoryError
-from rollmill.runtime.failure import record_of_error, write_record
+from rollmill.runtime.failure import FailureRecord, record_of_error, write_record
 from rollmill.runtime.incarnation import Incarnation, read_record
 from rollmill.runtime.layout import CONTROLLER, EVALUATOR, TRAINER, ProcessLayout
 from rollmill.runtime.losses import life_of, read_losses
@@ -99,6 +99,14 @@ def run_role(context: ProcessContext) -> None:
         run_generator(context)
 
 
+def _leave_word(path: Path, record: FailureRecord) -> None:
+    """Write the failure down; where the disk refuses that, what was said to the log must do."""
+    try:
+        write_record(path, record)
+    except OSError as error:
+        sys.stderr.write(f"this could not be written to {path}: {error}\n")
+
+
 def main(arguments: list[str]) -> int:
     """Run one process of a run; return its exit status."""
     name, run_directory = arguments
@@ -120,7 +128,7 @@ def main(arguments: list[str]) -> int:
         sys.stderr.write(record.traceback or f"{record.code}: {record.message}\n")
         life = context.life if context else os.environ.get(LIFE_VARIABLE)
         if life is not None:
-            write_record(ProcessLayout(Path(run_directory)).process_failure(name, life=life), record)
+            _leave_word(ProcessLayout(Path(run_directory)).process_failure(name, life=life), record)
         return 2 if record.user_error else 1
     return 0
 

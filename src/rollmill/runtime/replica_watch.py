@@ -127,7 +127,8 @@ class ReplicaWatch:
         self._reporter = reporter
         self._then = AFTER_LOSS[config.run.on_generator_loss]
         self._pids: dict[str, int] = {}
-        self._dead_pids: set[int] = set()
+        self._heard: set[tuple[str, str]] = set()
+        self._dead: dict[int, float] = {}
         self._lost: dict[str, Lost] = {}
         self._closing: list[GeneratorClient] = []
         self._missed: dict[str, int] = {}
@@ -191,9 +192,10 @@ class ReplicaWatch:
             DeadlineExceeded: naming a replica that did not come back.
         """
         for loss in self._losses.all():
-            if loss.pid not in self._dead_pids:
-                self._dead_pids.add(loss.pid)
-                if self._pids.get(loss.process) == loss.pid:
+            if (loss.process, loss.life) not in self._heard:
+                self._heard.add((loss.process, loss.life))
+                self._dead[loss.pid] = loss.at_wall_s
+                if self._pids.get(loss.process) == loss.pid and self._is_dead(loss.pid):
                     self._leave(loss.process, reason=loss.cause.message)
         while self._closing:
             await self._closing.pop().close()
@@ -309,11 +311,21 @@ class ReplicaWatch:
 
     def _end_if_it_lingers(self, name: str) -> None:
         lost = self._lost.get(name)
-        if lost is None or not lost.pid or lost.pid in self._dead_pids:
+        if lost is None or not lost.pid or self._is_dead(lost.pid):
             self._check_deadline(name, lost)
             return
         if self._clock.now_s() - lost.at_s >= LOST_GRACE_S:
             self._end(name, lost.pid, EngineDead(f"{name} could not be reached and was ended: {lost.reason}"))
+
+    def _is_dead(self, pid: int) -> bool:
+        """Return whether the process of this number was lost; a later one may have it, as a container counts anew."""
+        lost_wall_s = self._dead.get(pid)
+        if lost_wall_s is None:
+            return False
+        try:
+            return psutil.Process(pid).create_time() <= lost_wall_s
+        except psutil.NoSuchProcess:
+            return True
 
     def _end(self, name: str, pid: int, error: RollmillError) -> None:
         with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError, psutil.AccessDenied):
@@ -352,7 +364,7 @@ class ReplicaWatch:
             return
         pid = int(record["pid"])
         lost = self._lost.get(name)
-        if pid in self._dead_pids or (lost is not None and lost.pid == pid) or not psutil.pid_exists(pid):
+        if self._is_dead(pid) or (lost is not None and lost.pid == pid) or not psutil.pid_exists(pid):
             return
         client = GeneratorClient(record["address"])
         try:

@@ -8,16 +8,23 @@ words. A crash at any point of this leaves a directory on which it can be done a
 from __future__ import annotations
 
 import contextlib
+import time
 from pathlib import Path
 
 import msgspec
 
 from rollmill.buffer.protocol import CommitPoint
 from rollmill.buffer.sqlite import SqliteStore
-from rollmill.errors import CheckpointError, WeightError
-from rollmill.runtime.incarnation import Incarnation, history_of, read_record, write_record
+from rollmill.errors import CheckpointError, RunDirectoryError, WeightError
+from rollmill.runtime.incarnation import Incarnation, Segment, history_of, read_record, write_record
 from rollmill.runtime.layout import ProcessLayout
-from rollmill.weights.checkpoint import Checkpoint, latest_checkpoint, list_checkpoints, set_aside_newer
+from rollmill.weights.checkpoint import (
+    SET_ASIDE,
+    Checkpoint,
+    latest_checkpoint,
+    list_checkpoints,
+    set_aside_newer,
+)
 from rollmill.weights.manifests import Manifests
 
 WITNESS_BYTES = 8 << 20
@@ -69,7 +76,17 @@ def next_incarnation(layout: ProcessLayout, *, replicas_live: bool = False) -> I
             layout.weights, commit=commit, recorded=reconciliation.abandoned_versions
         ),
         parent_version=None if checkpoint is None else commit.policy_version,
-        repairs=tuple(dict.fromkeys((*before.repairs, *_passed_over(checkpoint, moved), *_lost(lost)))),
+        repairs=tuple(
+            dict.fromkeys(
+                (
+                    *before.repairs,
+                    *(() if replicas_live else _cut_off(layout)),
+                    *_passed_over(checkpoint, _untold(layout.checkpoints, moved, told=before.repairs)),
+                    *_lost(lost),
+                    *_unreadable(layout.weights),
+                )
+            )
+        ),
     )
     for stale in () if replicas_live else layout.processes.glob("*.address.json"):
         stale.unlink()
@@ -147,6 +164,41 @@ def _lost(groups: tuple[str, ...]) -> tuple[str, ...]:
     return (
         f"The store has lost {len(groups)} groups that it had acknowledged ({names}): the end of its write-ahead log "
         "was damaged, or store.sqlite-wal is missing. Their tasks are sampled again. Check the disk.",
+    )
+
+
+def _cut_off(layout: ProcessLayout) -> tuple[str, ...]:
+    """Say that the supervisor before this one was killed: it could write nothing, and its last measure says so."""
+    segments = sorted(layout.processes.glob("segment.*.json"), key=lambda path: path.stat().st_mtime)
+    if not segments:
+        return ()
+    try:
+        newest = read_record(segments[-1], Segment)
+    except RunDirectoryError:
+        return ()  # the summary tells of it
+    if newest.ended != "running":
+        return ()
+    until = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(newest.started_wall_s + newest.wall_s))
+    return (
+        f"The supervisor of start {newest.number} was killed, or the machine went down, a few seconds after {until}: "
+        "it measured for the last time then.",
+    )
+
+
+def _untold(root: Path, moved: tuple[Path, ...], *, told: tuple[str, ...]) -> tuple[Path, ...]:
+    """Return what was set aside now, and what an earlier start set aside and was killed before it could say so."""
+    aside = sorted(root.glob(f"*.{SET_ASIDE}*")) if root.is_dir() else []
+    earlier = [path for path in aside if path not in moved and not any(path.name in words for words in told)]
+    return (*earlier, *moved)
+
+
+def _unreadable(weights: Path) -> tuple[str, ...]:
+    folder = weights / "manifests"
+    damaged = Manifests(folder).damaged() if folder.is_dir() else ()
+    return tuple(
+        f"The manifest of policy version {version} cannot be read; samples of that version count as of no history that "
+        "goes on, and its number is not used again. Check the disk."
+        for version in damaged
     )
 
 

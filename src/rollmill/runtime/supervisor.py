@@ -193,7 +193,7 @@ class Supervisor:
             cause=own,
         )
         if action in LOSSES:
-            self._lose(child, status, action=action, own=own, chain=chain)
+            action = self._lose(child, status, action=action, own=own, chain=chain)
         self._act(action)
 
     def _periodic(self) -> None:
@@ -248,8 +248,8 @@ class Supervisor:
 
     def _lose(
         self, child: Child, status: int | None, *, action: Action, own: FailureRecord | None, chain: Chain
-    ) -> None:
-        """Write the loss down at once, remember it for the budget, and wake the controller."""
+    ) -> Action:
+        """Write the loss down at once, remember it for the budget, wake the controller; return what is to be done."""
         run, now_s, now_wall_s = self._config.run, self._clock.now_s(), self._clock.wall_s()
         cause = own or record_of_exit(child.name, status, at_wall_s=now_wall_s)
         pause_s = chain.pause_s() if action is Action.RESTART else 0.0
@@ -270,7 +270,18 @@ class Supervisor:
                 child.name, cause, action=action, restarts_left=left, pause_s=pause_s, how=self._how(child.name, action)
             ),
         )
-        append_loss(self._layout.losses, loss)
+        try:
+            append_loss(self._layout.losses, loss)
+        except OSError as error:
+            # Nobody else hears of it, so nobody could make it good.
+            self._phase = Phase.FAILING
+            self._fail(
+                msgspec.structs.replace(
+                    cause,
+                    message=f"{cause.message} And the loss could not be written to {self._layout.losses}: {error}.",
+                )
+            )
+            return Action.FAIL
         self._chains[child.name] = chain = Chain(losses=(*chain.losses, loss), reached_step=chain.reached_step)
         if serving_pid(self._layout.address(child.name)) in (child.pid, None):
             self._layout.address(child.name).unlink(missing_ok=True)
@@ -284,6 +295,7 @@ class Supervisor:
         elif action is Action.WAIT:
             self._awaited_until_s[child.name] = now_s + run.replica_deadline_s
         ring(self._layout.run_directory, CONTROLLER)
+        return action
 
     def _how(self, name: str, action: Action) -> str:
         """Return what happens next, where the action alone does not say it."""
@@ -305,8 +317,13 @@ class Supervisor:
             if child.name != chain.losses[0].process
             and (record := read_record(self._layout.process_failure(child.name, life=child.life))) is not None
         ]
-        self._failure = earliest([first_cause_of(chain, budget=self._config.run.restart_budget), *others])
-        write_failure(self._layout.failure, self._failure)
+        self._fail(earliest([first_cause_of(chain, budget=self._config.run.restart_budget), *others]))
+
+    def _fail(self, failure: FailureRecord) -> None:
+        """Keep why the run fails, on the disk too if that takes it: the user is told it in any case."""
+        self._failure = failure
+        with contextlib.suppress(OSError):
+            write_failure(self._layout.failure, failure)
 
     def _start_due(self) -> None:
         """Start again what is due; a trainer imports while the controller goes back to the newest checkpoint."""
@@ -348,12 +365,13 @@ class Supervisor:
                 self._phase = Phase.FAILING
                 first = self._chains[name].losses[-1].cause
                 waited_s = self._config.run.replica_deadline_s
-                self._failure = msgspec.structs.replace(
-                    first,
-                    message=f"{name} was lost and nobody started it again within run.replica_deadline_s = "
-                    f"{waited_s:.0f} s. {first.message}",
+                self._fail(
+                    msgspec.structs.replace(
+                        first,
+                        message=f"{name} was lost and nobody started it again within run.replica_deadline_s = "
+                        f"{waited_s:.0f} s. {first.message}",
+                    )
                 )
-                write_failure(self._layout.failure, self._failure)
                 self._act(Action.FAIL)
                 return
 
@@ -482,10 +500,11 @@ class Supervisor:
 
     def _give_up(self, message: str) -> None:
         self._phase = Phase.FAILING
-        self._failure = FailureRecord(
-            process=SUPERVISOR, code="deadline", message=message, user_error=False, at_wall_s=self._clock.wall_s()
+        self._fail(
+            FailureRecord(
+                process=SUPERVISOR, code="deadline", message=message, user_error=False, at_wall_s=self._clock.wall_s()
+            )
         )
-        write_failure(self._layout.failure, self._failure)
         self._act(Action.KILL_ALL)
 
     def _measure(self, *, ended: str) -> None:
@@ -502,7 +521,9 @@ class Supervisor:
             lives=tuple(child.life_until(now_s) for child in lives),
             ended=ended,
         )
-        write_record(self._layout.segment(self._segment_number), segment)
+        # A full disk ends the run by the process that it stops, which says so; a measure is no reason to.
+        with contextlib.suppress(OSError):
+            write_record(self._layout.segment(self._segment_number), segment)
 
 
 def _cpu_s(alive: Iterable[int]) -> float:

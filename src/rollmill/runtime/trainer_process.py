@@ -14,12 +14,14 @@ from rollmill.buffer.doorbell import Doorbell, ring
 from rollmill.buffer.sqlite import SqliteStore
 from rollmill.clock import SystemClock
 from rollmill.cores import CoreBorrower
+from rollmill.errors import ProcessDied
 from rollmill.runtime.ahead import read_ahead
 from rollmill.runtime.incarnation import ProcessSeconds, write_record
 from rollmill.runtime.layout import CONTROLLER, replica_name
 from rollmill.runtime.process import ProcessContext
 from rollmill.runtime.threads import make_torch_deterministic
 from rollmill.runtime.waiting import wait_for_incarnation, wait_for_preflight
+from rollmill.trainer.decisions import EndReason
 from rollmill.weights.checkpoint import Checkpoint, read_checkpoint
 from rollmill.weights.lean_import import import_transformers, without_collection
 from rollmill.weights.repository import LocalModelRepository
@@ -84,6 +86,8 @@ def run_trainer(context: ProcessContext) -> None:
             before_micro_batch=_borrower(context, clock=clock),
         )
         result = loop.run()
+        # Whoever ends the run tells the trainer by the store, or asks it once the controller has ended.
+        alone = stop.asked and result.reason is EndReason.STOPPED and str(store.note("phase", "running")) == "running"
     store.close()
     number = context.incarnation.number
     write_record(
@@ -96,6 +100,12 @@ def run_trainer(context: ProcessContext) -> None:
             seconds=result.seconds,
         ),
     )
+    if alone:
+        raise ProcessDied(
+            f"the trainer was told to end (SIGTERM) at step {result.optimizer_step} while the run went on; its "
+            "checkpoint of that step is whole. Somebody or something outside the run did: a person, a job scheduler, "
+            "or a guard against full memory such as earlyoom. To stop a run, send the signal to `rollmill train`."
+        )
     write_record(
         layout.trainer_done(incarnation=number),
         {"reason": result.reason.value, "optimizer_step": result.optimizer_step},

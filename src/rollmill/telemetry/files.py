@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import IO, Any
 
 import msgspec
 
@@ -65,7 +65,7 @@ class JsonLines:
                 f"{path} cannot be opened for writing: {error}. Check the permissions of {path.parent}."
             ) from error
         self.path = path
-        self._end_torn_line()
+        end_torn_line(path, self._file)
 
     def append(self, value: Any) -> None:
         """Append one line.
@@ -95,14 +95,15 @@ class JsonLines:
     ) -> None:
         self.close()
 
-    def _end_torn_line(self) -> None:
-        # A crash may have left half a line; ending it keeps the lines after it readable.
-        if self.path.stat().st_size == 0:
-            return
-        with self.path.open("rb") as reader:
-            reader.seek(-1, os.SEEK_END)
-            if reader.read(1) != b"\n":
-                self._file.write(b"\n")
+
+def end_torn_line(path: Path, file: IO[bytes]) -> None:
+    """End the half line that a crash may have left, so that lines after it can be read."""
+    if path.stat().st_size == 0:
+        return
+    with path.open("rb") as reader:
+        reader.seek(-1, os.SEEK_END)
+        if reader.read(1) != b"\n":
+            file.write(b"\n")
 
 
 def append_jsonl(path: Path) -> JsonLines:
@@ -117,13 +118,18 @@ def append_jsonl(path: Path) -> JsonLines:
 def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the lines that are whole; a torn line (a crash, or one being written now) is passed over."""
     with path.open("rb") as file:
-        for line in file:
-            if not line.strip():
-                continue
-            try:
-                yield msgspec.json.decode(line)
-            except msgspec.DecodeError:
-                continue
+        yield from whole_lines(file)
+
+
+def whole_lines(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
+    """Yield the lines that are JSON; others were torn, and are passed over."""
+    for line in lines:
+        if not line.strip():
+            continue
+        try:
+            yield msgspec.json.decode(line)
+        except msgspec.DecodeError:
+            continue
 
 
 def _plain(value: Any) -> Any:

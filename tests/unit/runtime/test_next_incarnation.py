@@ -11,6 +11,8 @@ import torch
 from buffer_builders import a_step, assign, commit_at, drop, put
 from rollmill.buffer import SqliteStore
 from rollmill.errors import CheckpointError, RunDirectoryError, StoreError
+from rollmill.runtime.books import damaged_measures, read_all
+from rollmill.runtime.incarnation import Segment, write_record
 from rollmill.runtime.layout import ProcessLayout
 from rollmill.runtime.resume import abandoned_versions, first_incarnation, next_incarnation
 from rollmill.weights import LocalModelRepository, write_checkpoint
@@ -192,3 +194,41 @@ def test_a_store_without_the_record_of_a_start_is_not_taken_for_a_new_run(tmp_pa
     layout.incarnation.unlink()
     with pytest.raises(RunDirectoryError, match=r"incarnation\.json is missing"):
         next_incarnation(layout)
+
+
+def test_what_was_set_aside_by_a_start_that_was_killed_before_it_could_say_so_is_said_by_the_next(
+    tmp_path: Path,
+) -> None:
+    layout = a_run(tmp_path, steps=4)
+    checkpoint(layout, 2, "g1", "g2")
+    checkpoint(layout, 4, "g3", "g4").rename(layout.checkpoints / "step-000004.set-aside")
+    (said,) = next_incarnation(layout).repairs
+    assert "set aside: step-000004.set-aside" in said
+    assert next_incarnation(layout).repairs == (said,)
+
+
+def test_a_damaged_manifest_is_said_and_its_version_abandoned(tmp_path: Path) -> None:
+    layout = a_run(tmp_path, steps=2)
+    checkpoint(layout, 2, "g1", "g2")
+    (layout.weights / "manifests" / "v000002.json").write_text("{")
+    (said,) = next_incarnation(layout).repairs
+    assert "manifest of policy version 2 cannot be read" in said
+
+
+@pytest.mark.parametrize(("ended", "killed"), [("running", True), ("ending", False)])
+def test_a_supervisor_that_was_killed_is_told_by_the_next_start(tmp_path: Path, ended: str, killed: bool) -> None:
+    layout = a_run(tmp_path, steps=2)
+    checkpoint(layout, 2, "g1", "g2")
+    segment = Segment(number=1, started_wall_s=1e9, wall_s=60.0, cpu_s=1.0, peak_memory_bytes=1, lives=(), ended=ended)
+    write_record(layout.segment(1), segment)
+    repairs = next_incarnation(layout).repairs
+    assert [words for words in repairs if "supervisor of start 1 was killed" in words] == list(repairs)
+    assert bool(repairs) is killed
+
+
+def test_a_measure_that_a_power_cut_emptied_is_told_in_the_summary_and_counts_as_none(tmp_path: Path) -> None:
+    layout = a_run(tmp_path, steps=1)
+    layout.segment(1).write_bytes(b"")
+    assert read_all(layout.processes, "segment.*.json", Segment) == []
+    (said,) = damaged_measures(layout)
+    assert said.startswith("segment.1.json is damaged")

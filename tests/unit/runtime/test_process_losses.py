@@ -158,6 +158,8 @@ def test_losses_outlive_a_torn_line(tmp_path: Path) -> None:
     with path.open("ab") as file:
         file.write(b'{"process": "gener')
     assert [one.message for one in read_losses(path)] == ["first", "second"]
+    append_loss(path, loss(message="third"))
+    assert [one.message for one in read_losses(path)] == ["first", "second", "third"]
 
 
 def test_every_life_of_a_process_has_a_name_of_its_own() -> None:
