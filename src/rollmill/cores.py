@@ -8,9 +8,11 @@ with, less what this process itself computed: so two borrowers that wake at the 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import psutil
 
@@ -49,6 +51,38 @@ def idle_core_seconds() -> float:
     return times.idle + getattr(times, "iowait", 0.0)
 
 
+def has_quota(root: Path = Path("/")) -> bool:
+    """Return whether processor time is rationed for this process, as in a container with a limit.
+
+    The cores of the machine say nothing then: an idle one is not this process's to take.
+
+    Args:
+        root: where `proc` and `sys` are mounted; another one in tests.
+    """
+    try:
+        groups = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return False
+    for line in groups:
+        _, controllers, path = line.split(":", 2)
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        top = root / "sys/fs/cgroup" / ("cpu" if controllers else "")
+        place = top / path.lstrip("/")
+        # In a container the path is often the host's, and the group itself is mounted at the top.
+        for folder in (*(one for one in (place, *place.parents) if top in (one, *one.parents)), top):
+            if _rations(folder):
+                return True
+    return False
+
+
+def _rations(folder: Path) -> bool:
+    for name, free in (("cpu.max", "max"), ("cpu.cfs_quota_us", "-1")):
+        with contextlib.suppress(OSError, IndexError):
+            return (folder / name).read_text().split()[0] != free
+    return False
+
+
 class CoreBorrower:
     """Called before each piece of work, on the thread that computes it.
 
@@ -61,6 +95,7 @@ class CoreBorrower:
         own_s: processor seconds of this process.
         machine_cores: cores that `idle_s` is of.
         usable_cores: cores that this process may use.
+        rationed: see `has_quota`; nothing is borrowed then.
     """
 
     def __init__(
@@ -74,9 +109,11 @@ class CoreBorrower:
         own_s: Callable[[], float] = time.process_time,
         machine_cores: int | None = None,
         usable_cores: int | None = None,
+        rationed: bool | None = None,
     ) -> None:
         self.threads = own
-        self._own, self._borrow = own, borrow
+        rationed = has_quota() if rationed is None else rationed
+        self._own, self._borrow = own, 0 if rationed else borrow
         self._set_threads, self._now_s, self._idle_s, self._own_s = set_threads, now_s, idle_s, own_s
         self._machine_cores = machine_cores or os.cpu_count() or 1
         self._usable_cores = usable_cores or len(os.sched_getaffinity(0))

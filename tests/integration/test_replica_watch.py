@@ -20,7 +20,7 @@ import torch
 from generator_builders import MemoryRepository
 from rollmill.clock import SystemClock
 from rollmill.config.schema import EnvironmentSettings, GeneratorSettings, RollmillConfig, RunSettings, TaskMix
-from rollmill.controller.replicas import ReplicaLost
+from rollmill.controller.replicas import Overtaken, ReplicaLost
 from rollmill.errors import EngineDead, ProducersGone, WeightError
 from rollmill.generator.engines.fake import FakeEngine, FakeFaults
 from rollmill.generator.main import serve
@@ -289,10 +289,11 @@ def test_a_broken_channel_alone_is_a_loss_told_before_the_caller_hears_of_it(tmp
 
 def test_a_replica_that_could_not_load_is_ended_with_the_reason_where_the_supervisor_looks(tmp_path: Path) -> None:
     async def main() -> None:
-        async with setting(tmp_path, faults=FakeFaults(spoil_updates=frozenset({1}))) as world:
+        async with setting(tmp_path, faults=FakeFaults(spoil_updates=frozenset({3}))) as world:
             await world.watch.look()
+            world.repository.add(optimizer_step=4, history_id="h002")
             with pytest.raises(ReplicaLost):
-                await world.watch.load(NAME, 1)
+                await world.watch.load(NAME, 3)
             assert len(world.losses) == 1
             assert world.body.wait(timeout=10) == -9
             record = read_record(world.layout.process_failure(NAME, life="1"))
@@ -331,6 +332,24 @@ def test_a_load_that_left_the_old_version_serving_is_tried_once_more(tmp_path: P
                 assert world.engine.info().policy_version == 2
                 assert len(world.losses) == 1
             assert world.controller.events.count("load_failed") == 1
+
+    asyncio.run(main())
+
+
+def test_a_failed_load_of_a_version_that_was_overtaken_is_not_tried_again_and_costs_no_replica(tmp_path: Path) -> None:
+    """The newest versions alone are kept: the one that was asked for may be retired by now."""
+
+    async def main() -> None:
+        async with setting(tmp_path) as world:
+            await world.watch.look()
+            for step in (4, 5):
+                world.repository.add(optimizer_step=step, history_id="h002")
+            world.repository.loads_to_fail = 1
+            with pytest.raises(Overtaken, match="version 3, and 4 is there"):
+                await world.watch.load(NAME, 3)
+            assert world.losses == []
+            assert set(await world.watch.load(NAME, 4)) >= {"pull_s"}
+            assert world.engine.info().policy_version == 4
 
     asyncio.run(main())
 

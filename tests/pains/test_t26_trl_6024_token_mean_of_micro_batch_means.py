@@ -31,7 +31,7 @@ def micro_batch(losses: list[float], *, masked: int = 0) -> TokenBatch:
 
 def total(batches: list[TokenBatch]) -> float:
     lengths = [int(batch.mask.sum()) for batch in batches]
-    denominator = loss_denominator("token", sequence_tokens=lengths, max_new_tokens=8)
+    denominator = loss_denominator("token", sequence_tokens=lengths, batch_rollouts=len(lengths), max_new_tokens=8)
     outputs = [policy_loss(batch, settings=LossSettings(), denominator=denominator) for batch in batches]
     return sum(output.loss.item() for output in outputs)
 

@@ -68,7 +68,7 @@ def test_a_rollout_that_every_replica_dies_of_is_given_up() -> None:
 
 
 def test_a_replica_that_comes_back_with_old_weights_loads_the_newest() -> None:
-    world = World(settings(max_staleness=1))
+    world = World(settings(max_staleness=1, loads_at_once=2))
     world.begin(replicas=2)
     while not world.version:
         world.act(next(action for action in reversed(world.actions()) if action[0] != "load"))

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollmill.clock import VirtualClock
-from rollmill.cores import LOOK_EVERY_S, CoreBorrower, threads_now
+from rollmill.cores import LOOK_EVERY_S, CoreBorrower, has_quota, threads_now
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,7 @@ def test_an_unchanged_machine_changes_nothing_twice(own, borrow, free_cores):
 class Machine:
     """Two cores whose use is set by hand."""
 
-    def __init__(self, *, cores: int = 2) -> None:
+    def __init__(self, *, cores: int = 2, rationed: bool = False) -> None:
         self.clock = VirtualClock()
         self.cores, self.idle_s, self.own_s = cores, 100.0, 50.0
         self.told: list[int] = []
@@ -57,6 +57,7 @@ class Machine:
             own_s=lambda: self.own_s,
             machine_cores=cores,
             usable_cores=2,
+            rationed=rationed,
         )
 
     def passes(self, seconds: float, *, own: float, others: float) -> None:
@@ -96,3 +97,36 @@ def test_nothing_is_looked_at_between_two_looks():
     assert machine.told == []
     machine.passes(LOOK_EVERY_S / 2, own=1.0, others=0.0)
     assert machine.told == [2]
+
+
+def test_under_a_quota_nothing_is_borrowed_however_idle_the_machine_is():
+    machine = Machine(cores=64, rationed=True)
+    machine.passes(LOOK_EVERY_S, own=1, others=0)
+    assert (machine.borrower.threads, machine.told) == (1, [])
+
+
+@pytest.mark.parametrize(
+    ("groups", "file", "text", "rationed"),
+    [
+        ("0::/", "cpu.max", "200000 100000", True),
+        ("0::/", "cpu.max", "max 100000", False),
+        ("0::/a/b", "a/cpu.max", "200000 100000", True),  # of a group above
+        ("0::/host/path", "cpu.max", "200000 100000", True),  # in a container, whose own group is at the top
+        ("1:cpu,cpuacct:/c", "cpu/c/cpu.cfs_quota_us", "50000", True),
+        ("1:cpu,cpuacct:/c", "cpu/c/cpu.cfs_quota_us", "-1", False),
+        ("1:memory:/c", "memory/c/cpu.cfs_quota_us", "50000", False),
+        ("0::/", "", "", False),
+    ],
+)
+def test_a_quota_is_found_in_either_version_of_cgroups(tmp_path, groups, file, text, rationed):
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/cgroup").write_text(groups + "\n")
+    if file:
+        place = tmp_path / "sys/fs/cgroup" / file
+        place.parent.mkdir(parents=True)
+        place.write_text(text + "\n")
+    assert has_quota(tmp_path) is rationed
+
+
+def test_where_nothing_is_known_of_groups_there_is_no_quota(tmp_path):
+    assert not has_quota(tmp_path)

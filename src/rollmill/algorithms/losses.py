@@ -120,12 +120,15 @@ class LossOutput:
     statistics: LossStatistics
 
 
-def loss_denominator(normalisation: Normalisation, *, sequence_tokens: Sequence[int], max_new_tokens: int) -> float:
+def loss_denominator(
+    normalisation: Normalisation, *, sequence_tokens: Sequence[int], batch_rollouts: int, max_new_tokens: int
+) -> float:
     """Return the denominator of a whole optimizer step.
 
     Args:
         sequence_tokens: tokens in the loss of every sequence of the step, also of those with advantage 0 that need not
             be computed: they are in the loss with the value 0.
+        batch_rollouts: rollouts of a full batch, for `constant`: how many count must not change a token's weight.
         max_new_tokens: cap on a sequence's output, for `constant`.
 
     Reference:
@@ -134,8 +137,9 @@ def loss_denominator(normalisation: Normalisation, *, sequence_tokens: Sequence[
     """
     if normalisation == "token":
         return float(sum(sequence_tokens))
-    sequences = sum(1 for tokens in sequence_tokens if tokens > 0)
-    return float(sequences) if normalisation == "sequence" else float(sequences * max_new_tokens)
+    if normalisation == "constant":
+        return float(batch_rollouts * max_new_tokens)
+    return float(sum(1 for tokens in sequence_tokens if tokens > 0))
 
 
 def token_weights(

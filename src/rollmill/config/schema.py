@@ -239,6 +239,10 @@ class GeneratorSettings(Section):
         1, unit="processes", raising="more rollouts at once, more memory", lowering="less memory", ge=1
     )
     """Replica processes."""
+    loads_at_once: int = knob(
+        1, unit="replicas", raising="all serve new weights sooner", lowering="more go on generating meanwhile", ge=1
+    )
+    """Replicas that load new weights at the same time."""
     threads: int = knob(
         1, unit="threads", raising="faster if cores are idle", lowering="leaves cores to the trainer", ge=1
     )
@@ -440,7 +444,8 @@ class AlgorithmSettings(Section):
     clip_high: float = knob(0.2, raising="larger steps up", lowering="smaller steps up", gt=0)
     """Upper clip range: ratios above 1 + clip_high are clipped. Acts with `correction = "none"` only."""
     normalisation: Literal["token", "sequence", "constant"] = knob("token")
-    """Denominator of the loss: all tokens of the step, sequences of equal weight, or `batch * max_new_tokens`."""
+    """Denominator of the loss: all tokens of the step, sequences of equal weight, or a constant: rollouts of a full
+    batch times max_new_tokens."""
     correction: Literal["none", "truncated_is", "masked_is", "clipped_is"] = knob("clipped_is")
     """Importance correction between behaviour and proximal policy: weights truncated at the cap, masked outside
     [1 / cap, cap], or truncated and masked only where the advantage would push the policy further beyond it."""

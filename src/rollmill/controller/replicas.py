@@ -14,12 +14,16 @@ from typing import Protocol
 
 import msgspec
 
-from rollmill.errors import EngineDead, ProducersGone, RequestAborted
+from rollmill.errors import EngineDead, EngineError, ProducersGone, RequestAborted
 from rollmill.types import GenerateRequest, Turn
 
 
 class ReplicaLost(EngineDead):
     """A load ended because its replica is gone, and the loss has been told: the replica joins anew, or not at all."""
+
+
+class Overtaken(EngineError):
+    """A load failed, the old version is served on, and there is a newer one to be loaded instead."""
 
 
 class ReplicaClient(Protocol):

@@ -27,7 +27,7 @@ from rollmill.buffer.protocol import Assignment, SampleStore, StepRecord, Transi
 from rollmill.clock import Clock
 from rollmill.config.schema import RollmillConfig
 from rollmill.controller.inbox import Inbox
-from rollmill.controller.replicas import ReplicaLost
+from rollmill.controller.replicas import Overtaken, ReplicaLost
 from rollmill.controller.translate import event_of_error, event_of_rollout
 from rollmill.errors import (
     DataError,
@@ -389,11 +389,10 @@ class Controller:
 
     async def _load(self, instruction: LoadWeights) -> None:
         async with self.load_gate.load(deadline_s=self.config.evaluation.deadline_s):
-            # The version asked for may have been overtaken, and retired, while the load waited for an evaluation.
-            version = max(self._optimizer_steps)
             try:
-                seconds = await self._load_replica(instruction.replica_id, version)
+                version, seconds = await self._load_newest(instruction.replica_id)
             except ReplicaLost as error:
+                version = max(self._optimizer_steps)
                 # The core has been told, and the replica loads the newest version before it joins again.
                 self._reporter.event(
                     "load_lost", replica_id=instruction.replica_id, policy_version=version, reason=str(error)
@@ -405,6 +404,18 @@ class Controller:
         self.inbox.put(
             WeightsLoaded(at_s=self._clock.now_s(), replica_id=instruction.replica_id, policy_version=version)
         )
+
+    async def _load_newest(self, replica_id: str) -> tuple[int, dict[str, float] | None]:
+        """Return which version was loaded, and how long each part took.
+
+        The version asked for may have been overtaken, and retired, while the load waited for an evaluation or failed.
+        """
+        while True:
+            version = max(self._optimizer_steps)
+            try:
+                return version, await self._load_replica(replica_id, version)
+            except Overtaken:
+                self.look()
 
     # watch
 

@@ -39,6 +39,7 @@ def scheduler_settings(config: RollmillConfig, *, training_size: int) -> Schedul
         prior_yield=schedule.prior_yield,
         data_limit=None if epochs is None else epochs * training_size,
         deterministic=config.run.deterministic,
+        loads_at_once=config.generator.loads_at_once,
     )
 
 

@@ -187,8 +187,8 @@ class Replica:
                 touched = not self._is_as_before(before) or isinstance(error, WeightMismatch)
             await self._after_failure(manifest.policy_version, before=before, error=error, touched=touched)
             raise
+        await self._go_on()
         self._take_rank(ReplicaState.SERVING, proven=True)
-        await self.engine.resume()
         at_s.append(self._clock.now_s())
         drain_s, swap_s, prove_s, resume_s = (later - earlier for earlier, later in itertools.pairwise(at_s))
         return _Swap(
@@ -217,7 +217,7 @@ class Replica:
         # Draining: what runs is still being finished under the old version.
         was_sound = self.standing.state in (ReplicaState.SERVING, ReplicaState.DRAINING)
         if not touched and was_sound:
-            await self.engine.resume()
+            await self._go_on()
             return
         why = str(error) if isinstance(error, RollmillError) else f"its load was cut short ({type(error).__name__})"
         self._take_rank(ReplicaState.DIRTY, reason=f"policy version {version}: {why}")
@@ -252,9 +252,21 @@ class Replica:
             await self._prove(manifest)
         except RollmillError as error:
             return str(error)
+        await self._go_on()
         self._take_rank(ReplicaState.SERVING, proven=True)
-        await self.engine.resume()
         return None
+
+    async def _go_on(self) -> None:
+        """Let the engine produce tokens again; one that does not is dirty: it would take requests and answer none."""
+        try:
+            await self.engine.resume()
+        except EngineDead as error:
+            self.take_note(error)
+            raise
+        except BaseException as error:
+            why = str(error) if isinstance(error, RollmillError) else f"cut short ({type(error).__name__})"
+            self._take_rank(ReplicaState.DIRTY, reason=f"the engine did not go on after a pause for new weights: {why}")
+            raise
 
     def take_note(self, error: RollmillError) -> None:
         """Leave the rotation if this error of a call says that the engine is gone, or serves nothing any more."""

@@ -330,6 +330,12 @@ class InferenceService:
                 result = await self.adapters.load(adapter, policy_version=policy_version or None)
         except RollmillError as error:
             result = error
+        except (OSError, MemoryError) as error:  # of the disk or the machine: no reason to drop what is served
+            result = EngineError(
+                f"policy version {policy_version} was not loaded: {type(error).__name__}: {error}. The replica is "
+                f"{self.replica.standing.state}"
+            )
+            result.__cause__ = error
         finally:
             await self.publish_standing()
         if self.observer is not None:

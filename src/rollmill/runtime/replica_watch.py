@@ -24,7 +24,7 @@ import psutil
 
 from rollmill.clock import Clock
 from rollmill.config.schema import RollmillConfig
-from rollmill.controller.replicas import ReplicaLost, ReplicaSet
+from rollmill.controller.replicas import Overtaken, ReplicaLost, ReplicaSet
 from rollmill.controller.shell import Controller, Reporter
 from rollmill.errors import DeadlineExceeded, EngineDead, Fault, ProducersGone, RollmillError, WeightError
 from rollmill.generator.client import GeneratorClient
@@ -212,6 +212,7 @@ class ReplicaWatch:
 
         Raises:
             ReplicaLost: if it is gone or could not load; the controller has been told.
+            Overtaken: if it serves on, and a newer version is there: this one may be retired.
         """
         client = self.clients.get(replica_id)
         if client is None:
@@ -232,6 +233,12 @@ class ReplicaWatch:
                 self._reporter.event(
                     "load_failed", replica_id=replica_id, policy_version=policy_version, reason=str(fault)
                 )
+                newest = self._repository.latest()
+                if newest is not None and newest.policy_version > policy_version:
+                    raise Overtaken(
+                        f"{replica_id} could not load policy version {policy_version}, and {newest.policy_version} is "
+                        "there by now"
+                    ) from fault
             else:
                 return report.seconds()
 

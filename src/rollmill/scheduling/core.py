@@ -192,6 +192,11 @@ def _on_replica_joined(state: State, event: ev.ReplicaJoined) -> None:
     request_loads(state)
 
 
+def _on_replica_left(state: State, event: ev.ReplicaLeft) -> None:
+    on_replica_left(state, event)
+    request_loads(state)  # it may have been loading, and others wait for that
+
+
 def _on_stop_requested(state: State, event: ev.StopRequested) -> None:
     if not state.stopping:
         state.stopping = True
@@ -207,7 +212,7 @@ _HANDLERS: dict[type[Any], Callable[[State, Any], None]] = {
     ev.RunResumed: on_run_resumed,
     ev.ControllerRestarted: on_controller_restarted,
     ev.ReplicaJoined: _on_replica_joined,
-    ev.ReplicaLeft: on_replica_left,
+    ev.ReplicaLeft: _on_replica_left,
     ev.WeightsPublished: on_weights_published,
     ev.WeightsLoaded: on_weights_loaded,
     ev.RolloutFinished: on_rollout_finished,

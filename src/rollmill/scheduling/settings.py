@@ -12,6 +12,7 @@ class SchedulerSettings(msgspec.Struct, frozen=True, kw_only=True):
         total_steps: optimizer steps after which the run is finished.
         data_limit: task draws available in the whole run; `None` never ends.
         deterministic: sample in waves; see `rollmill.scheduling.waves`.
+        loads_at_once: replicas that load a version at the same time; the others go on serving.
     """
 
     batch_groups: int
@@ -34,3 +35,4 @@ class SchedulerSettings(msgspec.Struct, frozen=True, kw_only=True):
     prior_yield: float = 0.5
     data_limit: int | None = None
     deterministic: bool = False
+    loads_at_once: int = 1

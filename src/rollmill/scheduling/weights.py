@@ -1,4 +1,4 @@
-"""Which replica loads which version. Newest only: a version that was overtaken is skipped; one load per replica."""
+"""Which replica loads which version, one after the other. Newest only: a version that was overtaken is skipped."""
 
 from __future__ import annotations
 
@@ -46,9 +46,17 @@ def _time_refresh(state: State) -> None:
 
 
 def request_loads(state: State) -> None:
-    """Ask every replica that is behind and not loading already to load the newest version."""
-    for replica in state.replicas.values():
-        if replica.loading is None and replica.policy_version < state.newest_version:
+    """Ask replicas that are behind to load the newest version, those furthest behind first, a few at a time.
+
+    Where no sample may be older than the newest version there is nothing to go on with meanwhile: all load at once.
+    """
+    settings, replicas = state.settings, state.replicas.values()
+    none_serves = settings.deterministic or settings.max_staleness == 0
+    most = len(replicas) if none_serves else settings.loads_at_once
+    room = most - sum(replica.loading is not None for replica in replicas)
+    for replica in sorted(state.replicas.values(), key=lambda one: one.policy_version):
+        if room > 0 and replica.loading is None and replica.policy_version < state.newest_version:
+            room -= 1
             replica.loading = state.newest_version
             replica.loading_since_s = state.now_s
             state.out.append(LoadWeights(replica_id=replica.replica_id, policy_version=state.newest_version))

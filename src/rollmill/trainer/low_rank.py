@@ -72,6 +72,13 @@ def adapt(
             f"trainer.lora_targets names {', '.join(missing)}, and {type(model).__name__} has no such linear layer. It "
             f"has {', '.join(have)}"
         )
+    head = model.get_output_embeddings()
+    heads = sorted({name.rpartition(".")[2] for name, layer in found.items() if layer is head})
+    if heads:
+        raise ConfigError(
+            f"trainer.lora_targets names {', '.join(heads)}, the output head: adapters are of the layers of the blocks "
+            "(decision 0035). Leave it out"
+        )
     generator = torch.Generator().manual_seed(seed)
     model.requires_grad_(False)
     for name, layer in found.items():

@@ -198,6 +198,7 @@ class Trainer:
         denominator = loss_denominator(
             self._loss.normalisation,
             sequence_tokens=plan.sequence_tokens,
+            batch_rollouts=self._config.schedule.batch_groups * self._config.schedule.group_size,
             max_new_tokens=self._config.sampling.max_new_tokens,
         )
         self._optimizer.zero_grad(set_to_none=True)

@@ -12,6 +12,8 @@ from pathlib import Path
 import msgspec
 import psutil
 
+from rollmill.weights.files import writing
+
 
 class _Hold(msgspec.Struct, frozen=True, kw_only=True):
     policy_version: int
@@ -31,13 +33,18 @@ class Holds:
         return self._directory / f"v{policy_version:06d}.{hashlib.sha256(owner.encode()).hexdigest()[:16]}.json"
 
     def add(self, policy_version: int, *, owner: str) -> None:
-        """Note that this process holds a version for `owner`."""
+        """Note that this process holds a version for `owner`.
+
+        Raises:
+            WeightError: if the disk is full or refuses.
+        """
         pid = os.getpid()
         hold = _Hold(policy_version=policy_version, owner=owner, pid=pid, started_at_s=started_at_s(pid))
         path = self._path(policy_version, owner)
         partial = path.with_suffix(".partial")
-        partial.write_bytes(msgspec.json.encode(hold) + b"\n")
-        partial.rename(path)
+        with writing("a hold on weights", into=self._directory, kept="What is served stays."):
+            partial.write_bytes(msgspec.json.encode(hold) + b"\n")
+            partial.rename(path)
 
     def remove(self, policy_version: int, *, owner: str) -> None:
         """Forget a hold; one that is not there is forgotten already."""

@@ -239,9 +239,12 @@ class TestKl:
 class TestNormalisation:
     def test_denominators_by_hand(self) -> None:
         lengths = [2, 6, 4]
-        assert loss_denominator("token", sequence_tokens=lengths, max_new_tokens=10) == 12
-        assert loss_denominator("sequence", sequence_tokens=lengths, max_new_tokens=10) == 3
-        assert loss_denominator("constant", sequence_tokens=lengths, max_new_tokens=10) == 30
+        assert loss_denominator("token", sequence_tokens=lengths, batch_rollouts=4, max_new_tokens=10) == 12
+        assert loss_denominator("sequence", sequence_tokens=lengths, batch_rollouts=4, max_new_tokens=10) == 3
+        # How many of them are in the loss changes nothing.
+        for counted in (lengths, [2, 6, 4, 9], [0, 6]):
+            found = loss_denominator("constant", sequence_tokens=counted, batch_rollouts=4, max_new_tokens=10)
+            assert found == 40
 
     def test_token_weights_by_hand(self) -> None:
         mask = torch.tensor([True, True, True, False])

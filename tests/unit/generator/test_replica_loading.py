@@ -255,3 +255,42 @@ def canary(*logprobs: float, ids: int = 0) -> Canary:
 )
 def test_old_weights_are_told_from_new_ones_beyond_rounding(scored, older, expected):
     assert serves_older(canary(-1.0, -2.0), older=older, scored=np.array(scored, dtype=np.float32)) is expected
+
+
+class NoWayOn:
+    """An engine whose `resume` fails so many times."""
+
+    def __init__(self, engine: Any, *, failures: int) -> None:
+        self._engine = engine
+        self._failures = failures
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    async def resume(self) -> None:
+        if self._failures:
+            self._failures -= 1
+            raise EngineError("the server did not thaw")
+        await self._engine.resume()
+
+
+async def test_an_engine_that_does_not_go_on_after_a_proven_swap_is_dirty_and_not_serving_nothing():
+    repository = repository_of(*two_models())
+    replica = await started(NoWayOn(fake_engine(repository), failures=1), repository)  # type: ignore[arg-type]
+    with pytest.raises(EngineError, match="did not thaw"):
+        await replica.load(2)
+    assert replica.standing.state is ReplicaState.DIRTY
+    assert "did not go on after a pause for new weights" in str(why_refused(replica))
+    report = await replica.load(2)  # no repeated load that finds nothing to do
+    assert why_refused(replica) is None
+    assert report.policy_version == 2
+    assert replica.engine.load().paused is False
+
+
+async def test_an_engine_that_does_not_go_on_after_a_failed_swap_is_dirty_too():
+    repository = repository_of(*two_models())
+    engine = NoWayOn(fake_engine(repository, faults=FakeFaults(fail_buckets={2: 1})), failures=9)
+    replica = await started(engine, repository)  # type: ignore[arg-type]
+    with pytest.raises(EngineError):
+        await replica.load(2)
+    assert replica.standing.state is ReplicaState.DIRTY

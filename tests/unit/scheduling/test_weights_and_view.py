@@ -31,8 +31,34 @@ def test_a_replica_loads_the_newest_version_one_at_a_time_and_skips_what_was_ove
     assert loads(world.feed(ev.WeightsLoaded(at_s=2.0, replica_id="r0", policy_version=3))) == []
 
 
-def test_a_replica_that_joins_late_loads_the_newest_version() -> None:
+def test_replicas_load_one_after_the_other_those_furthest_behind_first() -> None:
     world = World(settings())
+    world.begin(replicas=3)
+    published(world, 1)
+    assert world.loads == {"r0": 1}
+    assert loads(world.feed(ev.WeightsLoaded(at_s=1.0, replica_id="r0", policy_version=1))) == [("r1", 1)]
+    published(world, 2)
+    assert loads(world.feed(ev.WeightsLoaded(at_s=2.0, replica_id="r1", policy_version=1))) == [("r2", 2)]
+    assert loads(world.feed(ev.WeightsLoaded(at_s=3.0, replica_id="r2", policy_version=2))) == [("r0", 2)]
+
+
+def test_a_replica_that_leaves_while_it_loads_lets_the_next_one_load() -> None:
+    world = World(settings())
+    world.begin(replicas=2)
+    published(world, 1)
+    out = world.feed(ev.ReplicaLeft(at_s=1.0, replica_id="r0", reason="killed", then=ev.AfterLoss.AWAIT))
+    assert loads(out) == [("r1", 1)]
+
+
+def test_as_many_load_at_once_as_the_setting_says() -> None:
+    world = World(settings(loads_at_once=2))
+    world.begin(replicas=3)
+    published(world, 1)
+    assert world.loads == {"r0": 1, "r1": 1}
+
+
+def test_a_replica_that_joins_late_loads_the_newest_version() -> None:
+    world = World(settings(loads_at_once=2))
     world.begin()
     published(world, 1)
     out = world.feed(ev.ReplicaJoined(at_s=1.0, replica_id="r7", slots=4, policy_version=0))

@@ -108,6 +108,11 @@ def test_layers_that_the_model_does_not_have_are_named():
         trainer(lora_targets=("q_proj", "qkv_proj"))
 
 
+def test_the_output_head_is_no_layer_for_an_adapter():
+    with pytest.raises(ConfigError, match="names lm_head, the output head"):
+        trainer(lora_targets=("q_proj", "lm_head"))
+
+
 def test_the_initial_matrices_depend_on_the_seed_alone():
     first, again, other = trainer(), trainer(), Trainer(tiny_model(), config=config(trainer=LORA, run={"seed": 1}))
     assert all(torch.equal(t, again.named_tensors()[name]) for name, t in first.named_tensors().items())

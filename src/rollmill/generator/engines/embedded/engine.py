@@ -433,7 +433,9 @@ class EmbeddedEngine:
         with self._wake:
             self._closing = True
             self._wake.notify()
-        await asyncio.wrap_future(self._ended)
+        with contextlib.suppress(TimeoutError):  # a step that hangs in a kernel or at a dead disk
+            async with asyncio.timeout(_JOIN_S):
+                await asyncio.shield(asyncio.wrap_future(self._ended))
         # Joined, not only ended: a thread that still unwinds while the interpreter goes down aborts the process.
         await asyncio.to_thread(self._thread.join, _JOIN_S)
         with contextlib.suppress(TimeoutError):  # a tensor that cannot be read must not hold up the end

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -60,6 +61,7 @@ class Spool:
         self._parent = shared_memory if shared_memory.is_dir() and os.access(shared_memory, os.W_OK) else None
         self._folder: Path | None = None
         self._ready: tuple[int, Mapping[str, torch.Tensor], Path] | None = None
+        self._turn = threading.Lock()
 
     def ready(self, tensors: Mapping[str, torch.Tensor], *, policy_version: int) -> Path | None:
         """Return the file that holds just these tensors, if there is one."""
@@ -72,9 +74,15 @@ class Spool:
     def write(self, tensors: Mapping[str, torch.Tensor], *, policy_version: int) -> Path:
         """Return a file that holds these tensors, written now if need be. Blocks; for a thread of its own.
 
+        A write that nobody waits for any more goes on, and another one waits for its end.
+
         Raises:
             WeightError: if there is no room.
         """
+        with self._turn:
+            return self._write(tensors, policy_version=policy_version)
+
+    def _write(self, tensors: Mapping[str, torch.Tensor], *, policy_version: int) -> Path:
         found = self.ready(tensors, policy_version=policy_version)
         if found is not None:
             return found
