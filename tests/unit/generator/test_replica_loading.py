@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 from typing import Any
 
 import msgspec
@@ -14,6 +15,7 @@ from replica_builders import fake_engine, in_flight, repository_of, started, two
 from rollmill.errors import EngineDead, EngineError, WeightMismatch
 from rollmill.generator.engines.fake import FakeFaults
 from rollmill.generator.proof import serves_older
+from rollmill.generator.service import InferenceService
 from rollmill.generator.state import ReplicaState, move
 from rollmill.types import Canary, StopReason
 
@@ -294,3 +296,19 @@ async def test_an_engine_that_does_not_go_on_after_a_failed_swap_is_dirty_too():
     with pytest.raises(EngineError):
         await replica.load(2)
     assert replica.standing.state is ReplicaState.DIRTY
+
+
+async def test_what_the_disk_refuses_in_a_load_reaches_its_caller_and_the_old_version_goes_on_serving():
+    repository = repository_of(*two_models())
+    replica = await started(fake_engine(repository), repository)
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    repository.load = full  # type: ignore[method-assign]
+    async with asyncio.TaskGroup() as tasks:
+        service = InferenceService(replica, tasks=tasks)
+        with pytest.raises(EngineError, match=r"version 2 was not loaded: OSError: .*No space left.* is serving"):
+            await service.load_weights(2)
+        assert why_refused(replica) is None
+        assert replica.engine.info().policy_version == 1
