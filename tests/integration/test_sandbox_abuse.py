@@ -11,11 +11,12 @@ import errno
 import os
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 
 import msgspec
 import pytest
 
-from rollmill.errors import IsolationError, SandboxExhausted, SandboxUnsupported
+from rollmill.errors import IsolationError, SandboxError, SandboxExhausted, SandboxUnsupported
 from rollmill.sandboxes import ExecResult, IsolationLevel, Provider, Sandbox, SandboxSpec
 from rollmill.sandboxes.isolation import Protection
 from sandbox_builders import LIMITS, MIB, SPEC, RealRig, new_id, real_rig, start, why_no_namespaces
@@ -272,6 +273,64 @@ def test_the_agent_cannot_be_killed_traced_or_read(rig, shared):
     assert says(python(rig, shared, "print('alive')")) == "alive"
 
 
+def test_the_agent_cannot_be_bounded_or_starved(rig):
+    """Root inside is its user, and a sandbox whose agent breaks would end as if the machine were to blame."""
+    code = TRY + (
+        "import resource\n"
+        "pair = (1, 1)\n"
+        "found = [attempt(lambda: resource.prlimit(1, kind, pair)) for kind in range(16)]\n"
+        "found += [attempt(lambda: os.sched_setscheduler(1, os.SCHED_IDLE, os.sched_param(0))),\n"
+        "          attempt(lambda: os.sched_setaffinity(1, {0}))]\n"
+        "found += [attempt(lambda: os.setpriority(*one, 19)) for one in\n"
+        "          ((os.PRIO_PROCESS, 1), (os.PRIO_PGRP, 1), (os.PRIO_USER, 0))]\n"
+        "print(*sorted(set(found)))\n"
+        "os.setpriority(os.PRIO_PROCESS, 0, 5); resource.setrlimit(resource.RLIMIT_CORE, (0, 0))"
+    )
+
+    async def body(provider: Provider) -> tuple[bytes, bytes]:
+        alone = await start(provider)
+        found = await alone.exec(["python3", "-c", code], timeout_s=30.0)
+        alive = await alone.exec(["echo", "alive"])
+        await alone.kill()
+        return found.stdout, alive.stdout
+
+    assert rig.run(body) == (b"EPERM\n", b"alive\n")
+
+
+def test_what_pretends_to_be_the_fork_server_ends_nothing_but_its_own_jobs(rig):
+    liar = (
+        "#!/usr/bin/python3.11 -I\n"
+        "import json, socket, sys, time\n"
+        "talk = socket.socket(fileno=3)\n"
+        "while True:\n"
+        "    asked = json.loads(talk.recv(100000))\n"
+        "    for said in SAID:\n"
+        "        talk.send(said if isinstance(said, bytes) else json.dumps(dict(said, n=asked['n'])).encode())\n"
+    )
+    lies = (
+        "[b'[' * 4000]",
+        "[dict(pid=10**30)]",
+        "[dict(pid=-1)]",
+        "[dict(status='x', cpu_s=float('nan'), memory_bytes=1)]",
+    )
+
+    async def body(provider: Provider) -> None:
+        for said in lies:
+            alone = await start(provider)
+            python3 = (
+                (await alone.exec(["sh", "-c", "command -v python3.11 || command -v python3"])).stdout.decode().strip()
+            )
+            program = liar.replace("/usr/bin/python3.11", python3).replace("SAID", said)
+            await alone.write("/usr/local/sbin/python3", program.encode(), mode=0o755)
+            with suppress(SandboxError, SandboxUnsupported):
+                await alone.run_python("print(1)", timeout_s=1.0)
+            assert (await alone.exec(["echo", "alive"])).stdout == b"alive\n", said
+            assert alone.death is None
+            await alone.kill()
+
+    rig.run(body)
+
+
 def test_command_lines_of_the_machinery_tell_nothing_of_the_host(rig, shared):
     assert says(python(rig, shared, "print(open('/proc/1/cmdline').read().rstrip(chr(0)))")) == "sandbox-agent"
 
@@ -376,7 +435,8 @@ def test_setuid_programs_give_nothing(rig, shared):
 def test_dangerous_calls_do_not_exist(rig, shared):
     code = TRY + (
         "numbers = dict(bpf=321, keyctl=250, userfaultfd=323, io_uring=425, perf=298, open_by_handle=304, kexec=246,\n"
-        "               init_module=175, process_vm_readv=310, pidfd_getfd=438, fsopen=430, clone3=435, future=480)\n"
+        "               init_module=175, process_vm_readv=310, io_setup=206, pidfd_getfd=438, fsopen=430, clone3=435,\n"
+        "               future=480)\n"
         "print(*sorted({attempt(lambda: call(n, 0, 0, 0, 0, 0, 0)) for n in numbers.values()}))"
     )
     if os.uname().machine != "x86_64":

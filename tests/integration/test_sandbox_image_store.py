@@ -14,7 +14,7 @@ from click.testing import CliRunner
 
 from image_builders import Layout, add, directory, file, new_store, small_root, tar
 from rollmill.cli.app import cli
-from rollmill.errors import ImageError
+from rollmill.errors import ImageError, SandboxIdInUse
 from rollmill.sandboxes import NamedImage, Provider, SandboxSpec
 from rollmill.sandboxes.images import ImageStore, erofs
 from rollmill.sandboxes.images.canonical import walk
@@ -222,3 +222,23 @@ def test_the_command_line_prepares_lists_runs_and_removes(rig, place, tmp_path):
     assert call("run", *records, "--image", "other", *store, "true").exit_code == 1
     assert call("images", "--remove", "mine", *store).exit_code == 0
     assert "no images" in call("images", *store).output
+
+
+def test_of_two_creations_of_one_id_with_different_images_the_second_takes_nothing_from_the_first(rig, whole):
+    """Its image stays claimed, and what a restart stands on is the same."""
+
+    async def body(provider: Provider) -> None:
+        name = new_id()
+        lower = SandboxSpec(image=NamedImage(name="lower"), limits=LIMITS)
+        calls = (start(provider, SPEC, id=name), start(provider, lower, id=name))
+        first, second = await asyncio.gather(*calls, return_exceptions=True)
+        kept, refused = (first, second) if isinstance(second, BaseException) else (second, first)
+        assert isinstance(refused, SandboxIdInUse), (first, second)
+        spec = SPEC if kept is first else lower
+        uses = provider._images  # type: ignore[attr-defined]
+        assert uses.in_use(name).digest == whole.resolve(spec.image.name)[0]  # type: ignore[union-attr]
+        assert not any(user.startswith("creation ") for users in uses._users.values() for user in users)
+        await kept.kill()  # type: ignore[union-attr]
+        assert uses.in_use(name) is None
+
+    rig.run(body)

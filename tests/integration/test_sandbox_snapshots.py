@@ -6,6 +6,7 @@ They run as root or as a plain user, whoever runs the suite.
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import os
 import random
@@ -35,6 +36,7 @@ from rollmill.sandboxes import (
     resume_session,
     save_session,
 )
+from rollmill.sandboxes.backends.namespaces.snapshot_disk import SnapshotDisk
 from rollmill.sandboxes.disk_records import is_alive, mark_of
 from sandbox_builders import LIMITS, SPEC, RealRig, new_id, real_rig, start, until, why_no_namespaces
 
@@ -604,6 +606,56 @@ def test_whatever_is_done_at_once_only_what_is_held_is_left(tmp_path, rig, on_di
 
 
 # -- on a disk -------------------------------------------------------------------------------------------------------
+
+
+def test_a_snapshot_whose_file_cannot_be_written_is_in_no_list_and_holds_nothing(tmp_path, rig, monkeypatch):
+    with real_rig(tmp_path / "records", snapshot_directory=tmp_path / "snapshots") as own:
+
+        async def body(provider: Provider) -> None:
+            sandbox = await start(provider)
+            await sandbox.write("/workspace/kept", b"x")
+            with monkeypatch.context() as broken:
+                broken.setattr(SnapshotDisk, "write", refuse_to_write)
+                with pytest.raises(OSError, match="No space left"):
+                    await sandbox.snapshot(id="mine")
+            assert await provider.snapshots() == ()
+            assert await sandbox.read("/workspace/kept") == b"x"  # it goes on
+            ref = await sandbox.snapshot(id="mine")  # and the id is free
+            assert ref.durable
+            await end(sandbox)
+            await provider.delete_snapshots([ref.snapshot_id])
+            assert own.provider.snapshot_totals() == (0, 0)
+
+        own.run(body)
+
+
+def refuse_to_write(*_: object) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_layer_that_the_disk_does_not_let_go_of_keeps_no_sandbox_from_ending(tmp_path, rig, monkeypatch):
+    directory = tmp_path / "snapshots"
+    with real_rig(tmp_path / "records", snapshot_directory=directory) as own:
+
+        async def body(provider: Provider) -> None:
+            sandbox = await start(provider)
+            ref = await sandbox.snapshot(id="one")
+            await provider.delete_snapshots([ref.snapshot_id])  # held by the sandbox alone from now on
+            with monkeypatch.context() as broken:
+                broken.setattr(SnapshotDisk, "discard", refuse_to_discard)
+                await end(sandbox)
+            assert sandbox.death is not None
+            assert [one.death is None for one in await provider.list()] == [False]
+            other = await start(provider)  # the next one that goes takes it along
+            again = await other.snapshot(id="two", end=True)
+            await provider.delete_snapshots([again.snapshot_id])
+            await until(lambda: not os.listdir(directory / "layers"))
+
+        own.run(body)
+
+
+def refuse_to_discard(*_: object) -> None:
+    raise SandboxError("the trash is full")
 
 
 def test_snapshots_on_a_disk_outlive_their_provider(tmp_path, rig):

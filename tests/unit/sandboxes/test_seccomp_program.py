@@ -54,6 +54,24 @@ class TestFilter:
     def test_every_listed_call_is_refused(self, machine):
         assert {verdict(machine, number) for number in seccomp.REFUSED[machine].values()} == {errno_of(1)}
 
+    def test_contexts_of_the_whole_machine_do_not_exist(self, machine):
+        assert {verdict(machine, number) for number in seccomp.ABSENT[machine].values()} == {errno_of(38)}
+
+    @pytest.mark.parametrize("pid", [1, 1 | 7 << 32])  # the kernel takes the lower half
+    def test_the_first_process_is_bounded_by_nobody(self, machine, pid):
+        for number in seccomp._BOUNDS[machine].values():
+            assert verdict(machine, number, pid) == errno_of(1)
+            assert verdict(machine, number, 0) == ALLOW
+            assert verdict(machine, number, 2) == ALLOW
+
+    def test_nobody_changes_the_priority_of_the_first_process_or_of_all_of_a_user(self, machine):
+        calls = seccomp._PRIORITIES[machine]
+        process, user = {"setpriority": 0, "ioprio_set": 1}, {"setpriority": 2, "ioprio_set": 3}
+        for name, number in calls.items():
+            assert verdict(machine, number, process[name], 1, 19) == errno_of(1)
+            assert verdict(machine, number, user[name], 0, 19) == errno_of(1)
+            assert verdict(machine, number, process[name], 0, 19) == ALLOW
+
     def test_a_call_of_another_architecture_kills(self, machine):
         other = ARM if machine == "x86_64" else X86
         assert verdict(machine, READ[machine], architecture=other) == KILL

@@ -125,20 +125,31 @@ class Groups:
             held += _limit_v1(directory, caps) if version == 1 else _limit_v2(directory, caps)
         return tuple(dict.fromkeys(held))
 
-    def open_entrances(self) -> list[int]:
+    def open_home(self) -> int:
+        """Open the group of version 2, in which a process may be born; -1 where there is none."""
+        for version, directory in self.directories:
+            if version == 2 and os.path.isdir(directory):
+                return os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        return -1
+
+    def open_entrances(self, *, born_inside: bool) -> list[int]:
         """Open the files through which a process enters the groups that exist, by writing `0` to each.
 
-        The sandbox enters by itself: with version 1 each entry waits for a grace period of the kernel, for which the
-        zygote has no time.
+        The sandbox enters by itself, and by its only thread: to enter as a process means to wait for a grace period of
+        the kernel, for which the zygote has no time.
+
+        Args:
+            born_inside: it is in the group of version 2 already.
 
         Raises:
             OSError: if one cannot be opened; a sandbox outside its limits must not start.
         """
         opened: list[int] = []
         try:
-            for _, directory in self.directories:
-                if os.path.isdir(directory):
-                    opened.append(os.open(f"{directory}/cgroup.procs", os.O_WRONLY | os.O_CLOEXEC))
+            for version, directory in self.directories:
+                if os.path.isdir(directory) and not (version == 2 and born_inside):
+                    name = "tasks" if version == 1 else "cgroup.procs"
+                    opened.append(os.open(f"{directory}/{name}", os.O_WRONLY | os.O_CLOEXEC))
         except OSError:
             for one in opened:
                 os.close(one)

@@ -326,10 +326,11 @@ def spawn(
     Raises:
         OSError: if there is no room for another process.
     """
-    if not user.uid and not user.gid and extra is None and not terminal:
+    # What bounds a process must hold before it runs, or what it forks at once has no bound.
+    if not (user.uid or user.gid or cpu_s or memory_bytes or terminal) and extra is None:
         pid = _spawn_without_copy(argv, stdio=stdio, env=env, cwd=cwd)
         if pid:
-            _bound(pid, cpu_s=cpu_s, memory_bytes=memory_bytes)
+            _make_victim(pid)
             return pid
     pid = os.fork()
     if pid:
@@ -378,13 +379,9 @@ def find_program(name: str, path: str) -> str:
     raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), name)
 
 
-def _bound(pid: int, *, cpu_s: int, memory_bytes: int) -> None:
-    """Set what a spawned process did not inherit; it may have ended already, and then its files are nobody's."""
+def _make_victim(pid: int) -> None:
+    """When memory runs out it goes before the agent; it may have ended already, and then its files are nobody's."""
     try:
-        if cpu_s:
-            resource.prlimit(pid, resource.RLIMIT_CPU, (cpu_s, cpu_s))
-        if memory_bytes:
-            resource.prlimit(pid, resource.RLIMIT_AS, (memory_bytes, memory_bytes))
         with open(f"/proc/{pid}/oom_score_adj", "w") as stream:
             stream.write(_VICTIM_OOM_SCORE)
     except (FileNotFoundError, ProcessLookupError, PermissionError):

@@ -30,6 +30,7 @@ ALL_NAMESPACES = (
     | CLONE_NEWTIME
 )
 SIGCHLD = 17
+_CLONE_INTO_CGROUP = 0x200000000
 
 MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_BIND, MS_REC, MS_PRIVATE = 2, 4, 8, 4096, 16384, 1 << 18
 MOUNT_ATTR_RDONLY, MOUNT_ATTR_NOSUID, MOUNT_ATTR_NODEV, MOUNT_ATTR_NOEXEC, MOUNT_ATTR_IDMAP = 1, 2, 4, 8, 0x00100000
@@ -58,6 +59,7 @@ _OLD_CALLS = {
 _NEW_CALLS = {
     "open_tree": 428,
     "move_mount": 429,
+    "clone3": 435,
     "close_range": 436,
     "openat2": 437,
     "mount_setattr": 442,
@@ -103,17 +105,27 @@ def _prctl(option: int, *arguments: int) -> None:
     _check(_libc.prctl(option, *padded), f"prctl({option})")
 
 
-def clone(flags: int) -> int:
+def clone(flags: int, *, group: int = -1) -> int:
     """Fork into new namespaces: 0 in the child, its process id in the parent.
 
     `os.fork` takes no flags, and `unshare` leaves the caller itself outside a new process namespace. Python's own hooks
     around a fork are called as `os.fork` calls them.
+
+    Args:
+        flags: the namespaces.
+        group: directory of a version 2 control group that the child is born in; a process that enters one later waits
+            for a grace period of the kernel, ten milliseconds and more.
     """
     api = ctypes.pythonapi
     api.PyOS_BeforeFork()
     # One clone with all namespaces at once: the others then belong to the new user namespace.
-    number = _OLD_CALLS.get(machine(), {}).get("clone", -1)
-    pid = _libc.syscall(ctypes.c_long(number), ctypes.c_ulong(flags | SIGCHLD), None, None, None, None)
+    if group < 0:
+        number = _OLD_CALLS.get(machine(), {}).get("clone", -1)
+        pid = _libc.syscall(ctypes.c_long(number), ctypes.c_ulong(flags | SIGCHLD), None, None, None, None)
+    else:
+        words = struct.pack("11Q", flags | _CLONE_INTO_CGROUP, 0, 0, 0, SIGCHLD, 0, 0, 0, 0, 0, group)
+        number = _NEW_CALLS["clone3"]
+        pid = _libc.syscall(ctypes.c_long(number), ctypes.c_char_p(words), ctypes.c_long(len(words)))
     number_of_error = ctypes.get_errno()
     if pid == 0:
         api.PyOS_AfterFork_Child()

@@ -55,6 +55,10 @@ _EVERYWHERE = {
 }  # fmt: skip
 REFUSED = {"x86_64": {**_X86_64, **_EVERYWHERE}, "aarch64": {**_AARCH64, **_EVERYWHERE}}
 
+# Contexts of asynchronous I/O are counted over the whole machine, and one call could take them all. Without the call C
+# libraries and databases use threads.
+ABSENT = {"x86_64": {"io_setup": 206}, "aarch64": {"io_setup": 0}}
+
 _CHECKED = {
     "x86_64": {"clone": 56, "clone3": 435, "socket": 41, "ioctl": 16},
     "aarch64": {"clone": 220, "clone3": 435, "socket": 198, "ioctl": 29},
@@ -120,6 +124,29 @@ _FIOSETOWN, _SIOCSPGRP = 0x8901, 0x8902
 _FIRST = 1
 
 
+# Root inside is the user of the agent, so the kernel would let it bound the agent's descriptors, memory and time, or
+# starve it. The first argument of these is a process; that of the others says what the second one is.
+_BOUNDS = {
+    "x86_64": {"prlimit64": 302, "sched_setscheduler": 144, "sched_setparam": 142, "sched_setattr": 314,
+               "sched_setaffinity": 203},
+    "aarch64": {"prlimit64": 261, "sched_setscheduler": 119, "sched_setparam": 118, "sched_setattr": 274,
+                "sched_setaffinity": 122},
+}  # fmt: skip
+_PRIORITIES = {"x86_64": {"setpriority": 141, "ioprio_set": 251}, "aarch64": {"setpriority": 140, "ioprio_set": 30}}
+_EVERYBODY_OF_A_USER = {"setpriority": 2, "ioprio_set": 3}
+
+
+def _bounds_rules(machine: str) -> list[bytes]:
+    lines: list[bytes] = []
+    passes = _one(_RETURN, _ALLOW)
+    for call in sorted(_BOUNDS[machine].values()):
+        lines += _rule(call, [*_refuse_values(0, (_FIRST,)), passes])
+    for name, call in sorted(_PRIORITIES[machine].items()):
+        body = [*_refuse_values(0, (_EVERYBODY_OF_A_USER[name],)), *_refuse_values(1, (_FIRST,)), passes]
+        lines += _rule(call, body)
+    return lines
+
+
 def _header(machine: str) -> list[bytes]:
     return [
         _one(_LOAD, _ARCHITECTURE_AT),
@@ -171,6 +198,9 @@ def program(machine: str) -> bytes | None:
     ]
     for call in sorted(REFUSED[machine].values()):
         lines += _rule(call, [_refuse(EPERM)])
+    for call in sorted(ABSENT[machine].values()):
+        lines += _rule(call, [_refuse(ENOSYS)])
+    lines += _bounds_rules(machine)
     lines += _rule(checked["clone3"], [_refuse(ENOSYS)])
     lines += _rule(checked["clone"], _clone_rule())
     lines += _rule(checked["socket"], _socket_rule())

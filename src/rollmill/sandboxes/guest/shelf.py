@@ -56,14 +56,29 @@ class Shelf:
                 return
             request = json.loads(message)
             if request["op"] in self._slow:
-                if os.fork() == 0:
-                    kernel.die_with_parent()
-                    self._answer(request, descriptors, self._slow[request["op"]])
-                    os._exit(0)
+                self._aside(request, descriptors)
             else:
                 self._answer(request, descriptors, self._quick[request["op"]])
             for one in descriptors:
                 os.close(one)
+
+    def _aside(self, request: dict[str, Any], descriptors: list[int]) -> None:
+        """Let a child do it; where none can be made, a layer is dropped here and everything else refused."""
+        act = self._slow[request["op"]]
+        try:
+            child = os.fork()
+        except OSError as error:
+            refusal = error  # the name of an exception ends with its clause
+
+            def refuse(_: Shelf, __: dict[str, Any], ___: list[int]) -> Answer:
+                raise refusal
+
+            self._answer(request, descriptors, act if request["op"] == "drop" else refuse)
+            return
+        if child == 0:
+            kernel.die_with_parent()
+            self._answer(request, descriptors, act)
+            os._exit(0)
 
     def _answer(
         self,

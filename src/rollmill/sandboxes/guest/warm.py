@@ -17,6 +17,7 @@ from rollmill.sandboxes.guest.jobs import Job, User
 with open(forkserver.__file__, encoding="ascii") as _stream:
     _SOURCE = _stream.read()
 _MOST_REPORT_BYTES = 4096
+_LARGEST_PID = 2**22
 
 
 class WarmPython:
@@ -93,7 +94,7 @@ class WarmPython:
                 return ended, False
             try:
                 self._note(json.loads(message), ended)
-            except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
+            except Exception:  # whatever it says, the agent must go on
                 return ended, False  # no fork-server of ours talks like this
 
     def _note(self, report: dict[str, Any], ended: list[Job]) -> None:
@@ -101,11 +102,15 @@ class WarmPython:
         if job is None:
             return
         if "pid" in report:
-            job.pid = max(2, int(report["pid"]))
+            job.pid = _within(report["pid"], least=2, most=_LARGEST_PID)
             if job.killed_by:
                 job.kill(job.killed_by)
             return
-        job.ended(int(report["status"]), cpu_s=float(report["cpu_s"]), memory_bytes=int(report["memory_bytes"]))
+        job.ended(
+            _within(report["status"], least=0, most=0xFFFF),
+            cpu_s=float(_within(report["cpu_s"], least=0, most=1e9)),
+            memory_bytes=_within(report["memory_bytes"], least=0, most=2**60),
+        )
         ended.append(self._jobs.pop(job.number))
 
     def close(self) -> list[Job]:
@@ -116,3 +121,14 @@ class WarmPython:
         for job in left:
             job.kill("owner")
         return left
+
+
+def _within(value: Any, *, least: int, most: float) -> Any:
+    """Return a number that a server of ours could have told.
+
+    Raises:
+        ValueError: if it could not.
+    """
+    if not least <= value <= most:  # NaN is within nothing
+        raise ValueError(f"{value!r} is not between {least} and {most}")
+    return value

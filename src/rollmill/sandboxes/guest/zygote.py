@@ -34,6 +34,7 @@ _MOST_ORDER_BYTES = 256 * 1024
 _MOST_LAYERS = 128
 _RETRY_MS = 50
 _LAST_BREATH_S = 20.0
+_NO_BIRTHS = (errno.ENOSYS, errno.EINVAL, errno.E2BIG, errno.EPERM, errno.EACCES, errno.EOPNOTSUPP)
 _NAMESPACES = (
     kernel.CLONE_NEWUSER
     | kernel.CLONE_NEWNS
@@ -55,6 +56,13 @@ class Child(NamedTuple):
     gate: socket.socket
 
 
+class Emptying(NamedTuple):
+    """Groups of a sandbox that has ended, in which the kernel still winds processes up; what is said once it has."""
+
+    report: dict[str, Any]
+    groups: Groups
+
+
 class Zygote:
     """Takes orders one by one.
 
@@ -67,12 +75,13 @@ class Zygote:
         self._control = control
         self._owner = owner
         self._children: dict[int, Child] = {}
-        self._emptying: list[Groups] = []
+        self._emptying: list[Emptying] = []
         self._told: list[str] = []
         self._shelf: socket.socket | None = None
         self._shelf_pid = 0
         self._asked: dict[int, Callable[[dict[str, Any], list[int]], None]] = {}
         self._number = 0
+        self._births = True
         self._parked: set[str] = set()
         self._poll = select.poll()
         self._poll.register(control, select.POLLIN)
@@ -97,8 +106,14 @@ class Zygote:
                 self._bury(self._children[descriptor])
             else:
                 self._on_other(descriptor)
-        self._emptying = [groups for groups in self._emptying if not groups.destroy()]
+        self._look_at_emptying()
         return True
+
+    def _look_at_emptying(self) -> None:
+        """Remove groups that are empty by now, and say what waited for that."""
+        for one in [one for one in self._emptying if one.groups.destroy()]:
+            self._emptying.remove(one)
+            self._say(one.report)
 
     def _take_order(self) -> bool:
         try:
@@ -256,7 +271,8 @@ class Zygote:
         if "errno" in answer:
             for one in descriptors:
                 os.close(one)
-            self._say({"op": "refused", "id": order["id"], "errno": answer["errno"], "message": answer["message"]})
+            why = {"errno": answer["errno"], "message": answer["message"]}
+            self._say({"op": "refused", "id": order["id"], **why})
             return
         self._create(order, descriptors, trees)
 
@@ -267,7 +283,7 @@ class Zygote:
         plan = order["plan"]
         groups = Groups(order["groups"])
         # One that starts anew takes up the groups of its last life; they must not be removed under it.
-        self._emptying = [one for one in self._emptying if one.directories != groups.directories]
+        self._emptying = [one for one in self._emptying if one.groups.directories != groups.directories]
         try:
             plan["held"] = list(groups.create(Caps(**order["caps"])))
             # Without a cgroup that bounds the sandbox as a whole, each of its processes is bounded.
@@ -275,9 +291,9 @@ class Zygote:
             plan["limits"]["process_memory_bytes"] = 0 if whole else plan["limits"]["memory_bytes"]
             child = self._clone(order, groups, agent, lent)
         except OSError as error:
-            if not groups.destroy():
-                self._emptying.append(groups)
-            self._say({"op": "refused", "id": order["id"], "errno": error.errno or 0, "message": str(error)})
+            why = {"errno": error.errno or 0, "message": str(error)}
+            self._told.append(order["record"])
+            self._say_once_empty({"op": "refused", "id": order["id"], **why}, groups)
             return
         finally:
             agent.close()
@@ -288,15 +304,23 @@ class Zygote:
     def _clone(self, order: dict[str, Any], groups: Groups, agent: socket.socket, lent: list[int]) -> Child:
         plan = order["plan"]
         _real_paths(plan, mapped=order["id_base"] is not None)
-        entrances = groups.open_entrances()
-        plan["entrances"] = len(entrances)
+        home = groups.open_home() if self._births else -1
+        entrances: list[int] = []
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
-            pid = kernel.clone(_NAMESPACES)
-        except OSError:
+            entrances = groups.open_entrances(born_inside=home >= 0)
+            plan["entrances"] = len(entrances)
+            pid = kernel.clone(_NAMESPACES, group=home)
+        except OSError as error:
             for one in (ours.detach(), theirs.detach(), *entrances):
                 os.close(one)
+            if home >= 0 and error.errno in _NO_BIRTHS:
+                self._births = False  # an older kernel, or a container whose filter hides the call: it enters later
+                return self._clone(order, groups, agent, lent)
             raise
+        finally:
+            if home >= 0:
+                os.close(home)
         if pid == 0:
             self._become(plan, agent=agent, gate=theirs)
             os._exit(1)
@@ -340,12 +364,17 @@ class Zygote:
         child.gate.close()
         del self._children[child.descriptor]
         usage = child.groups.usage()
-        if not child.groups.destroy():
-            self._emptying.append(child.groups)
         exit_code = os.waitstatus_to_exitcode(status)
-        self._say({"op": "gone", "id": child.sandbox_id, "exit": exit_code, "usage": usage})
+        self._say_once_empty({"op": "gone", "id": child.sandbox_id, "exit": exit_code, "usage": usage}, child.groups)
         # The owner removes the record when it hears that; one that is being killed may not.
         self._told = [record for record in self._told if os.path.exists(record)] + [child.record]
+
+    def _say_once_empty(self, report: dict[str, Any], groups: Groups) -> None:
+        """Remove the groups of a sandbox that has ended, and say so; its record, which names them, goes after that."""
+        if groups.destroy():
+            self._say(report)
+        else:
+            self._emptying.append(Emptying(report, groups))
 
     def _end_all(self) -> None:
         """End all sandboxes and remove their records: after this nothing of them is left."""
@@ -358,7 +387,7 @@ class Zygote:
             os.waitpid(self._shelf_pid, 0)
         deadline = time.monotonic() + _LAST_BREATH_S
         while self._emptying and time.monotonic() < deadline:
-            self._emptying = [groups for groups in self._emptying if not groups.destroy()]
+            self._look_at_emptying()
             select.poll().poll(_RETRY_MS if self._emptying else 0)
         for record in self._told if not self._emptying else []:
             try:

@@ -54,10 +54,15 @@ class OwnSandboxes(Generic[S]):
         return found
 
     async def kill(self, ids: Sequence[str], *, reason: DeathReason = DeathReason.RELEASED) -> None:
-        """End these; one that is not known counts as ended."""
+        """End these; one that is not known counts as ended.
+
+        Raises:
+            DeadlineExceeded: if one of them did not end in time; the others were waited for.
+        """
         doomed = [self._alive[one] for one in ids if one in self._alive]
         for one in doomed:
             one.order_end(reason)
-        async with asyncio.TaskGroup() as group:
-            for one in doomed:
-                group.create_task(one.kill(reason))
+        ends = await asyncio.gather(*(one.kill(reason) for one in doomed), return_exceptions=True)
+        for end in ends:
+            if isinstance(end, BaseException):
+                raise end

@@ -45,6 +45,7 @@ from rollmill.sandboxes.isolation import known, require
 from rollmill.sandboxes.lifecycle import death, explain_end
 from rollmill.sandboxes.records import (
     Capabilities,
+    Death,
     DeathReason,
     DirectoryImage,
     Image,
@@ -89,6 +90,7 @@ class NamespaceProvider(OwnSandboxes[NamespaceSandbox], SnapshotCalls):
         self._closed = False
         # Providers of other processes begin elsewhere.
         self._numbers = itertools.count(os.getpid())
+        self._claims = itertools.count(1)
         self._owner = _own_mark()
 
     async def __aenter__(self) -> Self:
@@ -147,16 +149,22 @@ class NamespaceProvider(OwnSandboxes[NamespaceSandbox], SnapshotCalls):
             raise SandboxIdInUse(f"sandbox {id} has ended; an id names one sandbox for good, so choose another")
         check_spec(spec)
         zygote = await self._running_zygote()
-        if isinstance(spec.image, NamedImage) and id not in self._alive:
-            image = spec.image.name if kept is None or not kept.image_digest else kept.image_digest
-            await self._images.acquire(image, user=id)
-        if id in self._alive:
-            return await self._same(self._alive[id], spec, kept)
+        # Its own: another call may have the id by the time that this one has its image.
+        claim = f"creation {next(self._claims)}"
         try:
-            sandbox = self._register(spec, sandbox_id=id, labels=labels, lease=lease, helper=zygote.mark, kept=kept)
-        except BaseException:
-            self._images.release(id)
-            raise
+            if isinstance(spec.image, NamedImage) and id not in self._alive:
+                image = spec.image.name if kept is None or not kept.image_digest else kept.image_digest
+                await self._images.acquire(image, user=claim)
+            if id in self._alive:
+                return await self._same(self._alive[id], spec, kept)
+            self._images.share(claim, to=id)
+            try:
+                sandbox = self._register(spec, sandbox_id=id, labels=labels, lease=lease, helper=zygote.mark, kept=kept)
+            except BaseException:
+                self._images.release(id)
+                raise
+        finally:
+            self._images.release(claim)
         try:
             async with asyncio.timeout(self._settings.start_s):
                 return await self._start(sandbox, zygote)
@@ -424,18 +432,19 @@ class NamespaceProvider(OwnSandboxes[NamespaceSandbox], SnapshotCalls):
         if sandbox.death is not None:
             return
         self._alive.pop(sandbox.id, None)
-        try:
-            self.records.remove(sandbox.id)  # if this fails the loop reports it, and a later sweep tries again
-        finally:
-            self._images.release(sandbox.id)
-            self._snapshots.release(sandbox.id)
-            end = death(reason, detail=detail)
-            sandbox.ended(end)
-            if self._observer is not None:
-                self._observer.ended(end)
-            self._ends[sandbox.id] = sandbox.status()
-            while len(self._ends) > _REMEMBERED_ENDS:
-                self._ends.popitem(last=False)
+        self._close(sandbox, death(reason, detail=detail))
+        self.records.remove(sandbox.id)  # if this fails the loop reports it, and a later sweep tries again
+
+    def _close(self, sandbox: NamespaceSandbox, end: Death) -> None:
+        """Say that a sandbox has ended, and let go of what it stood on."""
+        sandbox.ended(end)
+        if self._observer is not None:
+            self._observer.ended(end)
+        self._ends[sandbox.id] = sandbox.status()
+        while len(self._ends) > _REMEMBERED_ENDS:
+            self._ends.popitem(last=False)
+        self._images.release(sandbox.id)
+        self._snapshots.release(sandbox.id)
 
     def _on_lost(self, cause: str) -> None:
         """With the zygote the kernel has killed every sandbox; what stays are groups, removed beside the loop."""
@@ -443,14 +452,8 @@ class NamespaceProvider(OwnSandboxes[NamespaceSandbox], SnapshotCalls):
         lost = list(self._alive.values())
         records = [one.record for one in lost]
         for sandbox in lost:
-            end = death(sandbox.ordered or DeathReason.PROVIDER_LOST, detail=cause)
-            sandbox.ended(end)
-            if self._observer is not None:
-                self._observer.ended(end)
             self._alive.pop(sandbox.id, None)
-            self._images.release(sandbox.id)
-            self._snapshots.release(sandbox.id)
-            self._ends[sandbox.id] = sandbox.status()
+            self._close(sandbox, death(sandbox.ordered or DeathReason.PROVIDER_LOST, detail=cause))
         loop = asyncio.get_running_loop()
         cleaning = loop.run_in_executor(None, _clean_up, self._zygote, self.records, records, self._settings.end_s)
         self._cleaning.add(cleaning)

@@ -190,8 +190,7 @@ class SnapshotCalls:
             ref = self._describe(sandbox, id=id, chain=chain, new=new, durable=durable)
             digest = "" if image is None else image.digest
             kept = Kept(ref=ref, chain=chain, id_base=sandbox.id_base, image_digest=digest)
-            await self._snapshots.keep(kept, new)
-            await self._hold_image(kept)
+            await self._keep(kept, new)
         except BaseException as error:
             try:
                 await self._go_on(sandbox, end=False)
@@ -208,6 +207,15 @@ class SnapshotCalls:
         self._waking.add(waking)
         waking.add_done_callback(self._woken)
         return ref
+
+    async def _keep(self, kept: Kept, new: Sequence[Layer]) -> None:
+        """Take a snapshot into the books; one that cannot be kept whole is in no list."""
+        try:
+            await self._snapshots.keep(kept, new)
+            await self._hold_image(kept)
+        except BaseException:
+            await asyncio.shield(asyncio.ensure_future(self.delete_snapshots([kept.ref.snapshot_id])))
+            raise
 
     def _woken(self, waking: asyncio.Future[None]) -> None:
         self._waking.discard(waking)

@@ -42,6 +42,7 @@ class Snapshots:
         self._numbers = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._late: dict[int, str] = {}
+        self._doomed: list[str] = []
         self._disk: SnapshotDisk | None = None
         if settings.snapshot_directory is not None:
             self._disk = SnapshotDisk(settings.snapshot_directory)
@@ -158,15 +159,16 @@ class Snapshots:
         return layer_id
 
     def drop(self, layers: Sequence[Layer]) -> None:
-        """Let go of layers that nobody holds; their space is freed beside everything else."""
+        """Let go of layers that nobody holds; their space is freed beside everything else.
+
+        One that the disk does not let go of now is tried again with the next ones, and when the directory is opened.
+        """
         in_memory = [one.layer_id for one in layers if not one.on_disk]
         if in_memory:
             self._order({"op": "drop", "layers": in_memory, "n": 0})
-        disk = self._disk
-        on_disk = [one.layer_id for one in layers if one.on_disk]
-        if disk is not None and on_disk:
-            for one in on_disk:
-                disk.discard(one)  # a rename
+        if self._disk is not None:
+            self._doomed += [one.layer_id for one in layers if one.on_disk]
+            self._doomed = [one for one in self._doomed if not _discarded(self._disk, one)]
 
     async def keep(self, kept: Kept, layers: list[Layer]) -> None:
         """Take a snapshot into the book, and on the disk if it is to outlive this process."""
@@ -229,6 +231,14 @@ class Snapshots:
 
     def _new_id(self) -> str:
         return f"layer-{os.urandom(8).hex()}"
+
+
+def _discarded(disk: SnapshotDisk, layer_id: str) -> bool:
+    try:
+        disk.discard(layer_id)  # a rename
+    except SandboxError:
+        return False
+    return True
 
 
 def _refused(number: int, message: str) -> SandboxError:

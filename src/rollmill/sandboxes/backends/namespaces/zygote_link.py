@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import os
 import socket
@@ -18,6 +19,7 @@ from rollmill.sandboxes.disk_records import ProcessMark, mark_of
 
 _MOST_REPORT_BYTES = 64 * 1024
 _MOST_COMPLAINT_BYTES = 2000
+_BROKEN = (errno.EPIPE, errno.ECONNRESET, errno.ENOTCONN, errno.EBADF)
 # The packages are made by hand, so that none of them imports what a sandbox has no use for.
 _BOOT = """
 import sys, types
@@ -53,7 +55,7 @@ class ZygoteLink:
         self._program = program
         self._on_report = on_report
         self._on_lost = on_lost
-        self._orders: deque[tuple[bytes, list[socket.socket]]] = deque()
+        self._orders: deque[tuple[dict[str, Any], list[socket.socket]]] = deque()
         self._writing = False
         self._control: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
@@ -109,7 +111,7 @@ class ZygoteLink:
             for one in descriptors:
                 one.close()
             return False
-        self._orders.append((json.dumps(message).encode(), list(descriptors)))
+        self._orders.append((message, list(descriptors)))
         self._write()
         return True
 
@@ -118,7 +120,8 @@ class ZygoteLink:
             return
         loop = asyncio.get_running_loop()
         while self._orders:
-            data, sockets = self._orders[0]
+            message, sockets = self._orders[0]
+            data = json.dumps(message).encode()
             try:
                 socket.send_fds(self._control, [data], [one.fileno() for one in sockets])
             except BlockingIOError:
@@ -127,14 +130,28 @@ class ZygoteLink:
                     self._writing = True
                 return
             except OSError as error:
-                self._lose(f"an order could not be handed over: {error}")
-                return
+                # Others refuse this order alone: it is too long, or too many descriptors of this user are on their way.
+                if error.errno in _BROKEN or not self._refuse(message, error):
+                    self._lose(f"an order could not be handed over: {error}")
+                    return
             self._orders.popleft()
             for one in sockets:
                 one.close()
         if self._writing:
             loop.remove_writer(self._control.fileno())
             self._writing = False
+
+    def _refuse(self, order: dict[str, Any], error: OSError) -> bool:
+        """Answer an order in the zygote's place; return whether it is one that has an answer."""
+        report = {"errno": error.errno or 0, "message": f"the order could not be handed over: {error.strerror}"}
+        if order["op"] == "create":
+            report = {"op": "refused", "id": order["id"], **report}
+        elif "n" in order:
+            report = {"op": "kept", "n": order["n"], **report}
+        else:
+            return False
+        asyncio.get_running_loop().call_soon(self._on_report, report)
+        return True
 
     def _on_readable(self) -> None:
         while self._control is not None:
