@@ -73,7 +73,7 @@ test-all: $(VENV)/.dev ## Run all tests that need no GPU
 # All but those that take many minutes with the real model or need an engine's own environment; `make test-all` has those
 # too.
 test-ci: $(VENV)/.dev ## Run the main job for real, end to end, and lose its processes
-	$(BIN)/python -m pytest -m "slow and not gpu" tests/integration \
+	$(BIN)/python -m pytest -m "slow and not gpu" tests/integration tests/property \
 	  -k "not kill_rounds_real and not shipped_job and not vllm and not sglang and not gvisor and not qemu and not machine_crashes" \
 	  $(ARGS)
 
