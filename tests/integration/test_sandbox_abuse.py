@@ -16,7 +16,13 @@ from contextlib import suppress
 import msgspec
 import pytest
 
-from rollmill.errors import IsolationError, SandboxError, SandboxExhausted, SandboxUnsupported
+from rollmill.errors import (
+    IsolationError,
+    SandboxError,
+    SandboxExhausted,
+    SandboxFileError,
+    SandboxUnsupported,
+)
 from rollmill.sandboxes import ExecResult, IsolationLevel, Provider, Sandbox, SandboxSpec
 from rollmill.sandboxes.isolation import Protection
 from sandbox_builders import LIMITS, MIB, SPEC, RealRig, new_id, real_rig, start, why_no_namespaces
@@ -569,3 +575,49 @@ def test_every_protection_of_this_backend_but_the_cgroups_holds_for_everybody(ri
     others = {one.value for one in Protection} - cgroups - {"own_kernel", "virtual_machine"}
     assert others - {"landlock"} <= held
     assert shared.isolation >= IsolationLevel.HARDENED
+
+
+@needs_root
+def test_what_is_written_for_a_user_follows_none_of_their_links_to_what_only_root_may_write(rig):
+    plant = (
+        "set -e; cd /home/user; ln -s /etc/passwd out; ln -s /etc dir; ln -s /workspace own; ln -s /root/new dangling\n"
+        "ln /usr/local/hard hard 2>/dev/null || true; mkdir real; ln -s real also"
+    )
+
+    async def body(provider: Provider) -> None:
+        alone = await start(provider)
+        await alone.write("/usr/local/hard", b"root's\n", mode=0o644)
+        assert (await alone.exec(["sh", "-c", plant], user="user")).exit_code == 0
+        before = (await alone.exec(["sh", "-c", "stat -c '%U %a' /etc/passwd /etc; cat /etc/passwd"])).stdout
+        for path in ("/home/user/out", "/home/user/dir/passwd", "/home/user/dir/new", "/home/user/dangling"):
+            with pytest.raises(SandboxFileError):
+                await alone.write(path, b"mine\n", user="user")
+        for path in ("/home/user/dir/made/here", "/home/user/dir/made"):
+            with pytest.raises(SandboxFileError):
+                await alone.make_dir(path, user="user")
+        with suppress(SandboxFileError):
+            await alone.write("/home/user/hard", b"mine\n", user="user")
+        assert await alone.read("/usr/local/hard") == b"root's\n"
+        after = (await alone.exec(["sh", "-c", "stat -c '%U %a' /etc/passwd /etc; cat /etc/passwd"])).stdout
+        assert after == before
+        assert (await alone.exec(["sh", "-c", "ls -A /root"])).stdout == b""
+        # Their own links to where they may write are followed, and a plain path is written wherever it is.
+        await alone.write("/home/user/own/a", b"1", user="user")
+        await alone.write("/home/user/also/b/c", b"2", user="user")
+        await alone.write("/srv/of/user/file", b"3", user="user")
+        assert await alone.make_dir("/srv/of/other/deep", user="user")
+        made = (
+            "/workspace/a",
+            "/home/user/real/b",
+            "/home/user/real/b/c",
+            "/srv/of",
+            "/srv/of/user/file",
+            "/srv/of/other/deep",
+        )
+        assert (await alone.exec(["stat", "-c", "%U", *made])).stdout.split() == [b"user"] * 6
+        # The agent is as closed as before.
+        found = await alone.run_python(TRY + "print(attempt(lambda: open('/proc/1/mem', 'rb')))")
+        assert found.stdout.strip() in (b"EACCES", b"EPERM")
+        await alone.kill()
+
+    rig.run(body)

@@ -8,8 +8,11 @@ from __future__ import annotations
 import errno
 import os
 import stat
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
+from rollmill.sandboxes.guest import kernel
 from rollmill.sandboxes.guest.jobs import User
 
 MOST_ENTRIES = 10_000
@@ -35,13 +38,15 @@ def read(path: str, *, offset: int, length: int) -> tuple[bytes, int]:
 
 
 def write(path: str, data: bytes, *, offset: int, mode: int, owner: User) -> None:
-    """Write one piece of a file; the one at offset 0 makes the file and the directories above, or empties it."""
+    """Write one piece of a file; the one at offset 0 makes the file and the directories above, or empties it.
+
+    For a user other than root it is written with that user's rights, so that no link of theirs leads to what only root
+    may write. Where these are too small, root writes: but through no link, and not to a file with a second name.
+    """
     first = offset == 0
-    if first:
-        _make_parents(os.path.dirname(path), owner)
     # An old file is emptied only when it is known to be one.
-    flags = os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
-    descriptor = os.open(path, flags | (os.O_CREAT if first else 0), mode)
+    flags = os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY | (os.O_CREAT if first else 0)
+    descriptor = _open_to_write(path, flags, mode, owner=owner)
     try:
         _regular(descriptor, path)
         if first:
@@ -64,15 +69,71 @@ def _regular(descriptor: int, path: str) -> os.stat_result:
     return found
 
 
-def _make_parents(directory: str, owner: User) -> None:
-    missing = []
+def _open_to_write(path: str, flags: int, mode: int, *, owner: User) -> int:
+    directory = os.path.dirname(path)
+    if not (owner.uid or owner.gid):
+        return _open_below(directory, path, flags, mode)
+    try:
+        with kernel.acting_as(owner.uid, owner.gid):
+            return _open_below(directory, path, flags, mode)
+    except PermissionError:
+        if flags & os.O_CREAT:
+            _make_dirs(directory, owner)
+        descriptor = kernel.open_without_links(path, flags, mode)
+        if os.fstat(descriptor).st_nlink > 1:
+            os.close(descriptor)
+            raise
+        return descriptor
+
+
+def _open_below(directory: str, path: str, flags: int, mode: int) -> int:
+    if flags & os.O_CREAT:
+        for one in _missing(directory):
+            os.mkdir(one)
+    return os.open(path, flags, mode)
+
+
+def _missing(directory: str) -> list[str]:
+    """Return the directories that are not there, the uppermost first."""
+    missing: list[str] = []
     while directory and not os.path.lexists(directory):
-        missing.append(directory)
+        missing.insert(0, directory)
         directory = os.path.dirname(directory)
-    for one in reversed(missing):
-        os.mkdir(one)
-        if owner.uid or owner.gid:
-            os.chown(one, owner.uid, owner.gid)
+    return missing
+
+
+def _make_dirs(directory: str, owner: User, *, mode: int | None = None) -> None:
+    """Make a directory and those above it that are missing; `mode` is that of the last one.
+
+    As a write does: with the owner's rights, and if these are too small with root's and through no link. It
+    goes by descriptors, since others may exchange names meanwhile.
+    """
+    if owner.uid or owner.gid:
+        with suppress(PermissionError), kernel.acting_as(owner.uid, owner.gid):
+            _make_each(directory, owner, os.open, mode=mode)
+            return
+        _make_each(directory, owner, kernel.open_without_links, mode=mode)
+    else:
+        _make_each(directory, owner, os.open, mode=mode)
+
+
+def _make_each(directory: str, owner: User, open_one: Callable[[str, int], int], *, mode: int | None) -> None:
+    missing = _missing(directory)
+    if not missing:
+        return
+    inside = open_one(os.path.dirname(missing[0]) or ".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        for one in missing:
+            name = os.path.basename(one)
+            os.mkdir(name, dir_fd=inside)
+            above, inside = inside, os.open(name, _DIRECTORY, dir_fd=inside)
+            os.close(above)
+            if owner.uid or owner.gid:
+                os.fchown(inside, owner.uid, owner.gid)
+        if mode is not None:
+            os.fchmod(inside, mode)
+    finally:
+        os.close(inside)
 
 
 def list_dir(path: str) -> tuple[list[dict[str, Any]], bool]:
@@ -103,28 +164,18 @@ def describe(path: str) -> dict[str, Any]:
 def make_dir(path: str, *, mode: int, owner: User) -> bool:
     """Make a directory and those above it; `False` if it is there."""
     path = path.rstrip("/") or "/"
-    _make_parents(os.path.dirname(path), owner)
-    try:
-        os.mkdir(path)
-    except FileExistsError:
+    if os.path.lexists(path):
         if os.path.isdir(path):
             return False
-        raise
-    # By descriptor: what has this name now may be somebody else's.
-    made = os.open(path, _DIRECTORY)
-    try:
-        os.fchmod(made, mode)
-        if owner.uid or owner.gid:
-            os.fchown(made, owner.uid, owner.gid)
-    finally:
-        os.close(made)
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
+    _make_dirs(path, owner, mode=mode)
     return True
 
 
 def rename(path: str, target: str, *, owner: User) -> None:
     """Give something another name, and make the directories above that."""
     os.lstat(path)
-    _make_parents(os.path.dirname(target.rstrip("/")), owner)
+    _make_dirs(os.path.dirname(target.rstrip("/")), owner)
     os.rename(path, target)
 
 
