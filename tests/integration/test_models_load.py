@@ -8,8 +8,11 @@ import sys
 import pytest
 import torch
 
+from rollmill.errors import ModelError
+from rollmill.generator.engines.embedded.model import ServedModel
 from rollmill.weights import inspect, model_files, prepare, write_checkpoint
 from rollmill.weights.catalog import catalog, packaged_gguf
+from rollmill.weights.prepare import find_prepared
 from rollmill.weights.tensorfile import digest_file, load_tensors, whole_digest
 
 pytestmark = pytest.mark.integration
@@ -105,3 +108,27 @@ def test_smollm2_is_dequantised_as_transformers_reads_the_gguf(tmp_path):
     with torch.no_grad():
         output = model.generate(**prompt, max_new_tokens=8, do_sample=False)
     assert "Paris" in tokenizer.decode(output[0, prompt["input_ids"].shape[1] :])
+
+
+@pytest.fixture
+def smollm2():
+    found = find_prepared("smollm2-135m-instruct")
+    if found is None:
+        pytest.skip("the model is not prepared: `rollmill model prepare smollm2-135m-instruct`")
+    return found
+
+
+def test_a_real_model_is_served_in_bfloat16_and_one_whose_cache_is_wrong_is_not(smollm2, monkeypatch):
+    tensors = {name: tensor.bfloat16() for name, tensor in load_tensors(smollm2 / "model.safetensors").items()}
+    served = ServedModel(smollm2, dtype=torch.bfloat16, tensors=tensors)
+    assert served.vocabulary_size == 49152
+    packed = ServedModel._packed_logits
+
+    def forgets_the_start(self, ids, *, first):
+        whole = packed(self, ids, first=first)
+        whole[first:] = packed(self, ids[first:], first=1)
+        return whole
+
+    monkeypatch.setattr(ServedModel, "_packed_logits", forgets_the_start)
+    with pytest.raises(ModelError, match="differ from the model's own"):
+        ServedModel(smollm2, dtype=torch.bfloat16, tensors=tensors)
