@@ -12,9 +12,11 @@ from common import LEASE, MIB, SMALL, Record, canary, new_id, opened, spread, ti
 from peers import Peers
 
 from rollmill.errors import RollmillError
-from rollmill.sandboxes import HostImage, Limits, SandboxSpec
+from rollmill.sandboxes import ExecResult, HostImage, Limits, SandboxSpec
 
 BATCH = 8
+BOMB_DEADLINE_S = 0.5
+LOOK_S = 0.01
 
 
 async def starts(*, repeats: int) -> Record:
@@ -140,27 +142,36 @@ BOMBS = {
 async def bombs(*, repeats: int) -> Record:
     """Measure how long each bomb goes on after its start, and how the host feels meanwhile.
 
-    A bomb is contained when its program was ended or refused; one that goes on within its caps (forks that are refused)
-    counts to the call's own deadline of a second.
+    A bomb is contained when its program was ended or refused. One that goes on within its caps, as forks that are
+    refused, is ended by the deadline of its call; how many processes it ever had is told.
     """
     found: Record = {}
     async with opened() as provider:
         for name, (argv, limits) in BOMBS.items():
             ends: list[float] = []
-            how = ""
+            how, most = "", 0
             canaries: list[float] = []
             for _ in range(repeats):
                 spec = SandboxSpec(image=HostImage(), limits=limits)
                 sandbox = await provider.create(spec, id=new_id(), lease=LEASE)
                 async with canary() as latencies:
                     at_s = time.perf_counter()
-                    try:
-                        result = await sandbox.exec(argv, timeout_s=1.0)
-                        how = result.killed_by or f"exit status {result.exit_code}"
-                    except RollmillError as error:
-                        how = type(error).__name__
+                    running = asyncio.create_task(sandbox.exec(argv, timeout_s=BOMB_DEADLINE_S))
+                    while not running.done():
+                        most = max(most, (await sandbox.usage()).processes or 0)
+                        await asyncio.wait({running}, timeout=LOOK_S)
+                    how = ended_by(running)
                     ends.append(time.perf_counter() - at_s)
                 canaries += latencies
                 await sandbox.kill()
-            found[name] = {"contained": spread(ends), "how": how, "canary": spread(canaries)}
+            found[name] = {"contained": spread(ends), "how": how, "most_processes": most, "canary": spread(canaries)}
     return found
+
+
+def ended_by(running: asyncio.Task[ExecResult]) -> str:
+    """Return in a word or two what ended a program."""
+    try:
+        result = running.result()
+    except RollmillError as error:
+        return type(error).__name__
+    return result.killed_by or f"exit status {result.exit_code}"
