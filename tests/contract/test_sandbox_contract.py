@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 from collections.abc import Iterator
+from contextlib import suppress
 
 import msgspec
 import pytest
@@ -297,6 +298,41 @@ def test_files_come_back_as_they_were_written_with_the_directories_above_them(ri
         assert (await sandbox.exec(["cat", "/workspace/a/b/data"])).stdout == b"short"
         found = [(one.name, one.kind, one.size_bytes, one.mode) for one in await sandbox.list_dir("/workspace/a")]
         assert found == [("b", "directory", found[0][2], 0o755), ("empty", "file", 0, 0o600)]
+        await sandbox.kill()
+
+    rig.run(body)
+
+
+def test_a_file_carries_words_where_the_backend_has_them_and_says_so_where_not(rig):
+    async def body(provider: Provider) -> None:
+        sandbox = await start(provider)
+        await sandbox.write("/workspace/f", b"x")
+        if not (await provider.capabilities()).attributes:
+            with suppress(SandboxUnsupported):  # of files in memory some kernels can, and some not
+                await sandbox.set_attributes("/workspace/f", "a", {"n": "1"})
+            await sandbox.kill()
+            return
+        await sandbox.set_attributes("/workspace/f", "a", {"n": "1", "kind": "ü"})
+        await sandbox.set_attributes("/workspace/f", "b", {"n": "2"})
+        assert (await sandbox.stat("/workspace/f")).attributes == {"a.n": "1", "a.kind": "ü", "b.n": "2"}
+        await sandbox.set_attributes("/workspace/f", "a", {"n": "3"})
+        (listed,) = [one for one in await sandbox.list_dir("/workspace") if one.name == "f"]
+        assert listed.attributes == {"a.n": "3", "b.n": "2"}
+        await sandbox.rename("/workspace/f", "/workspace/g")
+        await sandbox.set_attributes("/workspace/g", "a", {})
+        assert (await sandbox.stat("/workspace/g")).attributes == {"b.n": "2"}
+        for path, group, words in (
+            ("/workspace/g", "a.b", {"n": "1"}),
+            ("/workspace/g", "overlay", {"n": "1"}),
+            ("/workspace/g", "", {"n": "1"}),
+            ("/workspace/g", "a", {"": "1"}),
+            ("/workspace/g", "a", {"n": "nul\0"}),
+            ("/workspace", "a", {"n": "1"}),
+            ("/workspace/missing", "a", {"n": "1"}),
+            ("relative", "a", {"n": "1"}),
+        ):
+            with pytest.raises(SandboxFileError):
+                await sandbox.set_attributes(path, group, words)
         await sandbox.kill()
 
     rig.run(body)

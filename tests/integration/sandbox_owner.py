@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+import random
 import sys
 from pathlib import Path
 
 from rollmill.sandboxes import Lease, Limits, NamespaceProvider, NamespaceSettings, SandboxSpec
+from rollmill.sandboxes.leases import Keeper, KeeperSettings, LeaseTable
 
 SPEC = SandboxSpec(limits=Limits(memory_bytes=64 << 20, disk_bytes=16 << 20, inodes=1000, pids=20))
 
@@ -24,5 +27,23 @@ async def main(directory: Path, name: str, count: int) -> None:
         await asyncio.sleep(600)
 
 
+async def with_leases(directory: Path, seed: int) -> None:
+    """Start, store, resume and end rollouts by a table of leases, until killed."""
+    draw = random.Random(seed)
+    settings = NamespaceSettings(directory=directory, snapshot_directory=directory.parent / "snapshots")
+    async with NamespaceProvider(settings) as provider:
+        table = LeaseTable(directory.parent / "leases.sqlite")
+        keeper = Keeper(table, provider, settings=KeeperSettings(name="rounds", provider="here"), owner="first")
+        for number in itertools.count():
+            rollout = f"rollout-{number}"
+            held = await keeper.start(rollout, SPEC, policy_version=number)
+            await held.sandbox.write("/root/notes", rollout.encode())
+            await keeper.suspend(held.claim, keep_memory=False)
+            if draw.random() < 0.5:
+                held = await keeper.resume(rollout)
+                await keeper.release(held.claim)
+
+
 if __name__ == "__main__":
-    asyncio.run(main(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])))
+    records, name, count = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+    asyncio.run(with_leases(records, count) if name == "leases" else main(records, name, count))

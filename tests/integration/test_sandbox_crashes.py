@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import http.client
+import json
 import os
 import random
 import signal
 import subprocess
 import sys
+import threading
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,9 +23,10 @@ import psutil
 import pytest
 
 from rollmill.errors import SandboxDead, SandboxError
-from rollmill.sandboxes import Culprit, DeathReason, SandboxState
-from rollmill.sandboxes.disk_records import DiskRecords, ProcessMark, is_alive
+from rollmill.sandboxes import Culprit, DeathReason, NamespaceProvider, NamespaceSettings, SandboxState
+from rollmill.sandboxes.disk_records import DiskRecords, ProcessMark, is_alive, mark_of
 from rollmill.sandboxes.guest.cgroups import PARENT_NAME, discover
+from rollmill.sandboxes.leases import Keeper, KeeperSettings, LeaseTable, Phase
 from rollmill.sandboxes.sweep import kill_outright, sweep
 from sandbox_builders import real_rig, start, until, why_no_namespaces
 
@@ -36,7 +43,7 @@ def works(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 
 class Owner:
-    """A process with sandboxes, to be killed."""
+    """A process with sandboxes, to be killed; `leases` as its name: with rows in a table and stored rollouts."""
 
     def __init__(self, directory: Path, name: str, *, count: int) -> None:
         command = [sys.executable, str(OWNER), str(directory), name, str(count)]
@@ -75,7 +82,7 @@ def eventually(holds, *, limit_s: float = 20.0) -> None:
         time.sleep(0.01)
 
 
-def nothing_left(owner: Owner, marks: list[ProcessMark]) -> None:
+def nothing_left(owner: Owner | Service, marks: list[ProcessMark]) -> None:
     assert [mark for mark in marks if is_alive(mark)] == []
     assert groups_of(owner.pid) == []
     assert list(owner.directory.iterdir()) == []
@@ -83,7 +90,7 @@ def nothing_left(owner: Owner, marks: list[ProcessMark]) -> None:
     assert sleepers == []
 
 
-def marks_of(owner: Owner) -> list[ProcessMark]:
+def marks_of(owner: Owner | Service) -> list[ProcessMark]:
     records = DiskRecords(owner.directory).read_all()
     return [mark for one in records for mark in (one.helper, one.first_process) if mark is not None]
 
@@ -234,16 +241,150 @@ def test_after_a_kill_at_a_random_moment_one_sweep_leaves_nothing(tmp_path):
         owner = Owner(tmp_path / str(turn), f"r{turn}", count=50)
         # From before the zygote runs until some sandboxes work.
         time.sleep(draw.uniform(0.1, 1.2))
-        children = psutil.Process(owner.pid).children()
-        victims = draw.choice(["owner", "zygote", "both"])
-        if children and victims != "owner":
-            children[0].kill()
-        marks = marks_of(owner) if owner.directory.exists() else []
-        if victims == "zygote":
-            time.sleep(0.2)
-        owner.kill()
-        records = DiskRecords(owner.directory)
-        assert sweep(records).left == (), f"round {turn}"
-        eventually(lambda marks=marks: not any(map(is_alive, marks)))
-        sweep(records)  # what a zygote was about to start when its owner was killed
+        marks = kill_some(owner, draw.choice(["owner", "zygote", "both"]))
+        swept_once(owner.directory, marks, turn=turn)
         nothing_left(owner, marks)
+
+
+def kill_some(owner: Owner | Service, victims: str) -> list[ProcessMark]:
+    """Kill the owner, its zygote or both, and the owner in any case; return who must be gone soon."""
+    children = psutil.Process(owner.pid).children()
+    zygotes = [mark for child in children if (mark := mark_of(child.pid)) is not None]
+    if victims != "owner":
+        for child in children:
+            child.kill()
+    marks = [*zygotes, *(marks_of(owner) if owner.directory.exists() else [])]
+    if victims == "zygote":
+        time.sleep(0.2)
+    owner.kill()
+    return marks
+
+
+def swept_once(directory: Path, marks: list[ProcessMark], *, turn: int) -> None:
+    """Wait until a zygote that lives has seen the end of its owner, then sweep, once."""
+    eventually(lambda: not any(map(is_alive, marks)))
+    assert sweep(DiskRecords(directory)).left == (), f"round {turn}"
+
+
+class Service:
+    """`rollmill sandbox serve` with callers who start, use, pause and end sandboxes as fast as they can."""
+
+    def __init__(self, directory: Path) -> None:
+        directory.mkdir()
+        templates = directory / "templates.toml"
+        templates.write_text("[templates.base]\nready = 3\ndisk_mib = 16\nmemory_mib = 64\n", encoding="ascii")
+        self.directory = directory / "records"
+        command = [sys.executable, "-m", "rollmill.cli", "sandbox", "serve", "--listen", "127.0.0.1:0", "--json"]
+        options = ["--token-env", "TOKEN", "--templates", str(templates), "--directory", str(self.directory)]
+        self.process = subprocess.Popen(
+            [*command, *options], env={**os.environ, "TOKEN": TOKEN}, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+        )
+        self.pid = self.process.pid
+        self.calls = 0
+        self._callers: list[threading.Thread] = []
+
+    def call(self, seed: int) -> None:
+        """Begin to call, from three threads, once it says where it is."""
+        assert self.process.stdout is not None
+        lines: list[bytes] = []
+        while not lines or lines[-1].rstrip() != b"}":
+            lines.append(self.process.stdout.readline())
+            assert lines[-1]
+        url = json.loads(b"".join(lines))["url"]
+        for number in range(3):
+            thread = threading.Thread(target=self._call, args=(url, random.Random(f"{seed}/{number}")), daemon=True)
+            thread.start()
+            self._callers.append(thread)
+
+    def _call(self, url: str, draw: random.Random) -> None:
+        def ask(method: str, path: str, body: object = None) -> dict[str, Any]:
+            data = None if body is None else json.dumps(body).encode()
+            headers = {"X-API-Key": TOKEN, "Content-Type": "application/json"}
+            request = urllib.request.Request(url + path, data=data, headers=headers, method=method)
+            with urllib.request.urlopen(request, timeout=30) as answer:
+                text = answer.read()
+            self.calls += 1
+            return json.loads(text) if text else {}
+
+        with contextlib.suppress(OSError, http.client.HTTPException, ValueError):  # until it is killed
+            while True:
+                made = [
+                    ask("POST", "/sandboxes", {"templateID": "base", "timeout": 60})
+                    for _ in range(draw.randrange(1, 4))
+                ]
+                for one in made:
+                    with contextlib.suppress(urllib.error.HTTPError):  # no pauses here, or it was pressed for room
+                        if draw.random() < 0.4:
+                            ask("POST", f"/sandboxes/{one['sandboxID']}/pause")
+                    if draw.random() < 0.7:
+                        ask("DELETE", f"/sandboxes/{one['sandboxID']}")
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait(20)
+        for thread in self._callers:
+            thread.join(40)
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+
+
+TOKEN = "sesame-open-sesame"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_after_a_kill_of_the_service_at_a_random_moment_one_sweep_leaves_nothing(tmp_path):
+    draw = random.Random(6)
+    calls = 0
+    for turn in range(ROUNDS):
+        service = Service(tmp_path / str(turn))
+        if draw.random() < 0.8:
+            service.call(turn)
+            time.sleep(draw.uniform(0.0, 0.8))
+        else:  # while it starts
+            time.sleep(draw.uniform(0.1, 1.0))
+        marks = kill_some(service, draw.choice(["owner", "zygote", "both"]))
+        calls += service.calls
+        swept_once(service.directory, marks, turn=turn)
+        nothing_left(service, marks)
+    assert calls > 10 * ROUNDS
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_after_a_kill_of_an_owner_with_leases_one_sweep_of_the_next_leaves_no_row_without_a_sandbox(tmp_path):
+    """Rows are written before sandboxes are made, and some sandboxes are stored: whatever is cut in half is cleared."""
+    draw = random.Random(7)
+    kept = 0
+    for turn in range(ROUNDS):
+        root = tmp_path / str(turn)
+        root.mkdir()
+        owner = Owner(root / "records", "leases", count=turn)
+        time.sleep(draw.uniform(0.3, 1.5))
+        marks = kill_some(owner, draw.choice(["owner", "both"]))
+        eventually(lambda marks=marks: not any(map(is_alive, marks)))
+        kept += asyncio.run(next_owner(root, turn=turn))
+        nothing_left(owner, marks)
+    assert kept > ROUNDS // 10
+
+
+async def next_owner(root: Path, *, turn: int) -> int:
+    """Sweep once, with a provider that has swept at its start; return how many rollouts could go on."""
+    settings = NamespaceSettings(directory=root / "records", snapshot_directory=root / "snapshots")
+    table = LeaseTable(root / "leases.sqlite")
+    kept = 0
+    async with NamespaceProvider(settings) as provider:
+        keeper = Keeper(table, provider, settings=KeeperSettings(name="rounds", provider="here"), owner="next")
+        await keeper.sweep()
+        rows = table.rows()
+        stored = {one.snapshot_id for one in await provider.snapshots()}
+        assert {one.phase for one in rows} <= {Phase.SUSPENDED}, f"round {turn}: {rows}"
+        for row in rows:
+            held = await keeper.resume(row.rollout_id)
+            assert await held.sandbox.read("/root/notes") == row.rollout_id.encode()
+            await keeper.release(held.claim)
+            kept += 1
+        await provider.delete_snapshots(sorted(stored))
+        assert (table.rows(), await provider.snapshots()) == ((), ()), f"round {turn}"
+    table.close()
+    return kept

@@ -332,6 +332,16 @@ class Sandbox(Protocol):
         """
         ...
 
+    async def set_attributes(self, path: str, group: str, words: Mapping[str, str], *, user: str | None = None) -> None:
+        """Put words on a file, in place of all that it has of their group; `stat` tells them as `GROUP.NAME`.
+
+        Raises:
+            SandboxFileError: if it is missing or no regular file, or a word or the group is refused.
+            SandboxExhausted: if they are too many or too long for the file system.
+            SandboxUnsupported: if files carry none here.
+        """
+        ...
+
     async def rename(self, path: str, target: str, *, user: str | None = None) -> None:
         """Give something another name, in place of a file that has it, and make the directories above.
 

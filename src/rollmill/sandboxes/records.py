@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from rollmill.errors import ConfigError
+from rollmill.errors import ConfigError, SandboxFileError
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -249,7 +249,13 @@ class Usage(Record, frozen=True, kw_only=True):
 
 
 class FileInfo(Record, frozen=True, kw_only=True):
-    """One entry of a directory; `kind` is `file`, `directory`, `link` or `other`, `target` where a link points."""
+    """One entry of a directory.
+
+    Attributes:
+        kind: `file`, `directory`, `link` or `other`.
+        target: where a link points.
+        attributes: what `set_attributes` put on a file, and whatever else stands in its `user.` attributes as text.
+    """
 
     name: str
     kind: str
@@ -259,6 +265,22 @@ class FileInfo(Record, frozen=True, kw_only=True):
     uid: int = 0
     gid: int = 0
     target: str = ""
+    attributes: Mapping[str, str] = {}
+
+
+def check_words(group: str, words: Mapping[str, str]) -> None:
+    """Refuse words that no file could carry.
+
+    Raises:
+        SandboxFileError: naming the word.
+    """
+    if not group or "." in group or "\0" in group or group == "overlay":
+        raise SandboxFileError(
+            f"no words are in a group {group!r}: it is a name without a dot, and not the kernel's own"
+        )
+    for name, text in words.items():
+        if not name or "\0" in name + text:
+            raise SandboxFileError(f"a file cannot carry the word {name!r}: it is empty, or holds a NUL")
 
 
 class SnapshotRef(Record, frozen=True, kw_only=True):
@@ -306,6 +328,7 @@ class Capabilities(Record, frozen=True, kw_only=True):
     egress_policy: bool = False
     fast_python: bool = False
     users: bool = False
+    attributes: bool = False
     needs_root: bool = False
     max_lifetime_s: float | None = None
     limits: tuple[str, ...] = Limits.__struct_fields__

@@ -320,6 +320,11 @@ class FakeSandbox:
         self.check()
         return self.tree.make_dir(path, mode=mode)
 
+    async def set_attributes(self, path: str, group: str, words: Mapping[str, str], *, user: str | None = None) -> None:
+        """Put words on a file."""
+        self.check()
+        self.tree.set_attributes(path, group, words)
+
     async def rename(self, path: str, target: str, *, user: str | None = None) -> None:
         """Give something another name."""
         self.check()

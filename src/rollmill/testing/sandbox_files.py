@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os.path
+from collections.abc import Mapping
 
 from rollmill.errors import SandboxExhausted, SandboxFileError
-from rollmill.sandboxes.records import FileInfo, Limits
+from rollmill.sandboxes.records import FileInfo, Limits, check_words
 
 
 class FakeFiles:
@@ -20,6 +21,7 @@ class FakeFiles:
         self._limits = limits
         self.content: dict[str, bytes] = {} if like is None else dict(like.content)
         self._modes: dict[str, int] = {} if like is None else dict(like._modes)
+        self._words: dict[str, dict[str, str]] = {} if like is None else dict(like._words)
         self._directories = {"/", "/tmp", "/root", "/workspace"} if like is None else set(like._directories)
 
     @property
@@ -87,7 +89,16 @@ class FakeFiles:
             size_bytes=len(self.content.get(path, b"")),
             mode=self._modes.get(path, 0o755),
             modified_s=0.0,
+            attributes=dict(self._words.get(path, {})),
         )
+
+    def set_attributes(self, path: str, group: str, words: Mapping[str, str]) -> None:
+        """Put words on a file."""
+        check_words(group, words)
+        if self.stat(path).kind != "file":
+            raise SandboxFileError(f"{path} is not a regular file")
+        kept = {name: text for name, text in self._words.get(path, {}).items() if not name.startswith(f"{group}.")}
+        self._words[path] = {**kept, **{f"{group}.{name}": text for name, text in words.items()}}
 
     def make_dir(self, path: str, *, mode: int) -> bool:
         """Make a directory and those above it; `False` if it is there."""
@@ -118,6 +129,7 @@ class FakeFiles:
 
         self.content = {moved(one): data for one, data in self.content.items() if one != target}
         self._modes = {moved(one): mode for one, mode in self._modes.items() if one != target}
+        self._words = {moved(one): words for one, words in self._words.items() if one != target}
         self._directories = {moved(one) for one in self._directories}
 
     def remove(self, path: str, *, recursive: bool) -> None:
@@ -127,6 +139,7 @@ class FakeFiles:
         for one in [one for one in {*self.content, *self._directories} if one == path or one.startswith(f"{path}/")]:
             self.content.pop(one, None)
             self._modes.pop(one, None)
+            self._words.pop(one, None)
             self._directories.discard(one)
 
 

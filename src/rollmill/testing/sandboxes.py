@@ -102,6 +102,7 @@ class FakeSandboxProvider:
             fork=True,
             sessions=True,
             terminals=True,
+            attributes=True,
         )
 
     async def prepare(self, image: Image) -> None:

@@ -162,7 +162,8 @@ class Agent:
         except NoSession as error:
             self._refuse(number, "no_session", str(error))
         except OSError as error:
-            kind = {errno.ENOENT: "missing", errno.ENOTDIR: "missing"}.get(error.errno or 0, "refused")
+            kinds = {errno.ENOENT: "missing", errno.ENOTDIR: "missing", errno.EOPNOTSUPP: "unsupported"}
+            kind = kinds.get(error.errno or 0, "refused")
             self._refuse(number, "exhausted" if error.errno in _EXHAUSTED else kind, str(error))
         except (KeyError, TypeError, ValueError, UnicodeError) as error:
             self._refuse(number, "bad_request", f"{type(error).__name__}: {error}")
@@ -196,6 +197,10 @@ class Agent:
     def _make_dir(self, head: dict[str, Any], _: bytes) -> None:
         made = files.make_dir(head["path"], mode=head["mode"], owner=self._user(head))
         self._send({"n": head["n"], "op": "done", "changed": made})
+
+    def _attributes(self, head: dict[str, Any], _: bytes) -> None:
+        files.set_attributes(head["path"], head["group"], dict(head["words"]), owner=self._user(head))
+        self._send({"n": head["n"], "op": "done"})
 
     def _rename(self, head: dict[str, Any], _: bytes) -> None:
         files.rename(head["path"], head["target"], owner=self._user(head))
@@ -526,6 +531,7 @@ class Agent:
         "list": _list,
         "stat": _stat,
         "make_dir": _make_dir,
+        "attributes": _attributes,
         "rename": _rename,
         "remove": _remove,
         "usage": _usage,

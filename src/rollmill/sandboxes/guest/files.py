@@ -10,6 +10,7 @@ import os
 import stat
 from collections.abc import Callable
 from contextlib import suppress
+from itertools import chain
 from typing import Any
 
 from rollmill.sandboxes.guest import kernel
@@ -20,6 +21,8 @@ DEEPEST = 256
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 # Of names and targets in one list. As JSON they take six times as much at most, and a reply has 8 MiB.
 MOST_NAME_BYTES = 1024 * 1024
+_WORDS = "user."
+_MOST_WORDS, _MOST_WORD_BYTES = 64, 4096
 _KINDS = ((stat.S_ISREG, "file"), (stat.S_ISDIR, "directory"), (stat.S_ISLNK, "link"))
 
 
@@ -148,7 +151,8 @@ def list_dir(path: str) -> tuple[list[dict[str, Any]], bool]:
                 entries.append(_describe(entry.name, entry.path, entry.stat(follow_symlinks=False)))
             except FileNotFoundError:
                 continue  # removed meanwhile
-            room -= len(entries[-1]["name"]) + len(entries[-1]["target"])
+            told = entries[-1]
+            room -= len(told["name"]) + len(told["target"]) + sum(map(len, chain(*told["attributes"].items())))
     return sorted(entries, key=_name), False
 
 
@@ -170,6 +174,22 @@ def make_dir(path: str, *, mode: int, owner: User) -> bool:
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
     _make_dirs(path, owner, mode=mode)
     return True
+
+
+def set_attributes(path: str, group: str, words: dict[str, str], *, owner: User) -> None:
+    """Put words on a regular file, in place of all of their group."""
+    descriptor = _open_to_write(path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY, 0, owner=owner)
+    try:
+        _regular(descriptor, path)
+        start = f"{_WORDS}{group}."
+        wanted = {start + name: text.encode() for name, text in words.items()}
+        for name in os.listxattr(descriptor):
+            if name.startswith(start) and name not in wanted:
+                os.removexattr(descriptor, name)
+        for name, text in wanted.items():
+            os.setxattr(descriptor, name, text)
+    finally:
+        os.close(descriptor)
 
 
 def rename(path: str, target: str, *, owner: User) -> None:
@@ -230,13 +250,30 @@ def _empty(directory: int, budget: int, *, depth: int) -> int:
 def _describe(name: str, path: str, found: os.stat_result) -> dict[str, Any]:
     kind = next((word for test, word in _KINDS if test(found.st_mode)), "other")
     target = ""
+    attributes = _words(path) if kind in ("file", "directory") else {}
     if kind == "link":
         try:
             target = _shown(os.readlink(path))
         except OSError:
             kind = "other"  # exchanged meanwhile
     return {"name": _shown(name), "kind": kind, "size_bytes": found.st_size, "mode": stat.S_IMODE(found.st_mode),
-            "modified_s": found.st_mtime, "uid": found.st_uid, "gid": found.st_gid, "target": target}  # fmt: skip
+            "modified_s": found.st_mtime, "uid": found.st_uid, "gid": found.st_gid, "target": target,
+            "attributes": attributes}  # fmt: skip
+
+
+def _words(path: str) -> dict[str, str]:
+    """Return the words on a file that are text, of as many as are told at all."""
+    found: dict[str, str] = {}
+    try:
+        names = [one for one in os.listxattr(path, follow_symlinks=False) if one.startswith(_WORDS)]
+        for name in names[:_MOST_WORDS]:
+            value = os.getxattr(path, name, follow_symlinks=False)
+            if len(value) <= _MOST_WORD_BYTES:
+                with suppress(UnicodeDecodeError):
+                    found[_shown(name.removeprefix(_WORDS))] = value.decode()
+    except OSError:
+        return found  # exchanged meanwhile, or this file system has none
+    return found
 
 
 def _shown(name: str) -> str:

@@ -8,6 +8,7 @@ import posixpath
 import secrets
 import zlib
 from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator
+from typing import Any
 
 import msgspec
 from starlette.requests import Request
@@ -28,7 +29,7 @@ from rollmill.sandboxes.service.exchange import (
     unary,
     with_keepalive,
 )
-from rollmill.sandboxes.service.inside import Inside
+from rollmill.sandboxes.service.inside import METADATA_GROUP, Inside, metadata_of_file
 from rollmill.sandboxes.service.law import READ, WRITE, HttpProblem, holder_of, signature, why_expired
 from rollmill.sandboxes.service.multipart import boundary_of, parts_of
 from rollmill.sandboxes.service.node import Node
@@ -225,19 +226,36 @@ class FileFace:
         try:
             served = await self._caller(request, operation=WRITE)
             account = await self._account(request, served)
-            if any(name.startswith(_METADATA) for name in request.headers):
-                raise HttpProblem(501, "metadata of files is not kept here; put it in a file of its own")
+            metadata = self._metadata(request)
             boundary = boundary_of(request.headers.get("content-type", ""))
             if boundary is None:
-                written = [await self._take_file(request, served, account)]
+                written = [await self._take_file(request, served, account, metadata)]
             else:
-                written = await self._take_form(request, served, account, boundary=boundary)
+                written = await self._take_form(request, served, account, metadata, boundary=boundary)
         except RollmillError as error:
             await linger(request)
             return http_answer(error)
         return Response(msgspec.json.encode(written), media_type="application/json")
 
-    async def _take_file(self, request: Request, served: Served, account: Account) -> dict[str, str]:
+    def _metadata(self, request: Request) -> dict[str, str]:
+        """Return what the files of an upload are to carry.
+
+        Raises:
+            HttpProblem: 501 where files carry nothing, 400 for what a header cannot say.
+        """
+        found = {
+            name.removeprefix(_METADATA): text for name, text in request.headers.items() if name.startswith(_METADATA)
+        }
+        if found and not self._node.files_carry_words:
+            raise HttpProblem(501, "metadata of files is not kept by this backend; put it in a file of its own")
+        for name, text in found.items():
+            if not name or not (text.isascii() and (text.isprintable() or not text)):
+                raise HttpProblem(400, f"metadata {name!r} of a file is not printable ASCII under a name")
+        return found
+
+    async def _take_file(
+        self, request: Request, served: Served, account: Account, metadata: dict[str, str]
+    ) -> dict[str, Any]:
         """Take one file as it comes."""
         path = request.query_params.get("path", "")
         if not path:
@@ -245,11 +263,11 @@ class FileFace:
         encoding, most = request.headers.get("content-encoding", ""), served.spec.limits.disk_bytes
         body = pieces_of(request, max_bytes=most, wait_s=self._node.settings.body_s)
         async with contextlib.aclosing(unpacked(body, encoding, most=most)) as pieces:
-            return await self._write(served, absolute(path, account), pieces, account)
+            return await self._write(served, absolute(path, account), pieces, account, metadata)
 
     async def _take_form(
-        self, request: Request, served: Served, account: Account, *, boundary: bytes
-    ) -> list[dict[str, str]]:
+        self, request: Request, served: Served, account: Account, metadata: dict[str, str], *, boundary: bytes
+    ) -> list[dict[str, Any]]:
         """Take a form of files; it is held in memory until all of it is there."""
         settings, path = self._node.settings, request.query_params.get("path", "")
         room = settings.max_upload_bytes + _FORM_BYTES
@@ -265,17 +283,28 @@ class FileFace:
         if not all(name for name, _ in files):
             raise HttpProblem(400, "a file of the form has no filename, and there is no ?path=")
         return [
-            await self._write(served, absolute(name, account), one_piece(part.data), account) for name, part in files
+            await self._write(served, absolute(name, account), one_piece(part.data), account, metadata)
+            for name, part in files
         ]
 
-    async def _write(self, served: Served, path: str, pieces: AsyncIterable[bytes], account: Account) -> dict[str, str]:
+    async def _write(
+        self,
+        served: Served,
+        path: str,
+        pieces: AsyncIterable[bytes],
+        account: Account,
+        metadata: dict[str, str],
+    ) -> dict[str, Any]:
         found = await (await self._inside(served)).find(path)
         mode = _NEW_MODE if found is None or found.kind != "file" else found.mode
         try:
             await served.sandbox.write_stream(path, pieces, mode=mode, user=account.name)
+            if metadata or (found is not None and metadata_of_file(found)):  # what a file carried is of its old content
+                await served.sandbox.set_attributes(path, METADATA_GROUP, metadata, user=account.name)
         except SandboxFileError as error:
             raise await self._why(served, path, error) from error
-        return {"name": posixpath.basename(path), "path": path, "type": "file"}
+        told = {"metadata": metadata} if metadata else {}
+        return {"name": posixpath.basename(path), "path": path, "type": "file", **told}
 
     async def _caller(self, request: Request, *, operation: str) -> Served:
         """Return the sandbox of an up- or download: its token is shown, or the link is signed with it."""

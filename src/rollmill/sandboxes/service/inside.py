@@ -26,6 +26,15 @@ _MOST_LINKS = 40
 _MOST_WORDS = 500
 
 
+METADATA_GROUP = "e2b"
+
+
+def metadata_of_file(found: FileInfo) -> dict[str, str]:
+    """Return what callers put on a file."""
+    start = f"{METADATA_GROUP}."
+    return {name.removeprefix(start): text for name, text in found.attributes.items() if name.startswith(start)}
+
+
 class Inside:
     """Files of one sandbox.
 
@@ -79,6 +88,7 @@ class Inside:
             group=self._names.group(found.gid),
             modified_time=datetime.fromtimestamp(found.modified_s, UTC),
             symlink_target=target,
+            metadata=metadata_of_file(found),
         )
 
     async def _end_of(self, path: str, link: FileInfo) -> tuple[str, str]:

@@ -68,13 +68,14 @@ class Node:
         self._served: dict[str, Served] = {}
         self._starting = 0
         self._by_key: dict[str, tuple[Order, asyncio.Task[Served]]] = {}
-        self._can_pause = self._can_keep_files = False
+        self._can_pause = self._can_keep_files = self.files_carry_words = False
         self._running: set[asyncio.Task[None]] = set()
 
     async def __aenter__(self) -> Node:
         """Ask the provider what it can, and begin."""
         capabilities = await self._provider.capabilities()
         self._can_pause, self._can_keep_files = capabilities.pause, capabilities.files_snapshot
+        self.files_carry_words = capabilities.attributes
         self.default_user = self.settings.default_user or ("user" if capabilities.users else "root")
         self._loop = asyncio.get_running_loop()
         return self

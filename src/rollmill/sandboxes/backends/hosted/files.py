@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterable, AsyncIterator, Coroutine
+from collections.abc import AsyncIterable, AsyncIterator, Coroutine, Mapping
 from typing import Any, TypeVar
 
-from rollmill.errors import SandboxExhausted, SandboxFileError
+from rollmill.errors import SandboxExhausted, SandboxFileError, SandboxUnsupported
 from rollmill.sandboxes.backends.hosted.driver import Guest
 from rollmill.sandboxes.backends.hosted.shell import (
     APPEND,
@@ -88,6 +88,10 @@ class HostedFileCalls:
     async def make_dir(self, path: str, *, mode: int = 0o755, user: str | None = None) -> bool:
         """Make a directory and those above it; `False` if it is there already."""
         return (await self._script(MAKE_DIR, path, f"{mode:o}", user or "")).code != EXISTS
+
+    async def set_attributes(self, path: str, group: str, words: Mapping[str, str], *, user: str | None = None) -> None:
+        """Refuse: scripts of any image cannot."""
+        raise SandboxUnsupported("files carry no words here; keep them in a file beside it", capability="attributes")
 
     async def rename(self, path: str, target: str, *, user: str | None = None) -> None:
         """Give something another name. Directories that are made for it belong to root, whoever `user` is."""

@@ -267,6 +267,8 @@ def _error(message: Message) -> SandboxError:
         )
     if message.kind in ("missing", "refused", "not_a_file"):
         return SandboxFileError(message.message)
+    if message.kind == "unsupported":
+        return SandboxUnsupported(f"the file system inside cannot do this: {message.message}", capability="attributes")
     if message.kind == "busy":
         return SandboxBusy(
             f"this needs a sandbox in which nothing runs: {message.message}. Wait for them, or have them stopped "

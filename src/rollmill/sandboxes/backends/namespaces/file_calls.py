@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterable, AsyncIterator
+from collections.abc import AsyncIterable, AsyncIterator, Mapping
 from typing import Any
 
 import msgspec
@@ -11,7 +11,7 @@ from rollmill.errors import SandboxExhausted, SandboxFileError
 from rollmill.sandboxes.backends.namespaces.channel import Message
 from rollmill.sandboxes.guest.frames import CHUNK_BYTES
 from rollmill.sandboxes.protocol import DEFAULT_READ_BYTES
-from rollmill.sandboxes.records import FileInfo
+from rollmill.sandboxes.records import FileInfo, check_words
 
 
 class FileCalls:
@@ -94,6 +94,12 @@ class FileCalls:
         _check_path(path)
         message, _ = await self._ask({"op": "make_dir", "path": path, "mode": mode, "user": user})
         return message.changed
+
+    async def set_attributes(self, path: str, group: str, words: Mapping[str, str], *, user: str | None = None) -> None:
+        """Put words on a file."""
+        _check_path(path)
+        check_words(group, words)
+        await self._ask({"op": "attributes", "path": path, "group": group, "words": dict(words), "user": user})
 
     async def rename(self, path: str, target: str, *, user: str | None = None) -> None:
         """Give something another name, and make the directories above that."""

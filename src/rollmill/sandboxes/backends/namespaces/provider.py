@@ -11,6 +11,7 @@ No lock is held across any of these. The record of a sandbox is on disk before t
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
 import os
 import socket
@@ -124,6 +125,7 @@ class NamespaceProvider(OwnSandboxes[NamespaceSandbox], SnapshotCalls):
             batch_status=True,
             fast_python=True,
             users=self._settings.maps_ranges(),
+            attributes=_memory_carries_words(),
         )
 
     async def prepare(self, image: Image) -> None:
@@ -458,6 +460,19 @@ class NamespaceProvider(OwnSandboxes[NamespaceSandbox], SnapshotCalls):
         cleaning = loop.run_in_executor(None, _clean_up, self._zygote, self.records, records, self._settings.end_s)
         self._cleaning.add(cleaning)
         cleaning.add_done_callback(self._cleaning.discard)
+
+
+@functools.cache
+def _memory_carries_words() -> bool:
+    """Return whether files in memory can have words: since Linux 6.6."""
+    probe = os.memfd_create("probe", os.MFD_CLOEXEC)
+    try:
+        os.setxattr(probe, "user.a.b", b"1")
+    except OSError:
+        return False
+    finally:
+        os.close(probe)
+    return True
 
 
 def _origin(kept: Kept | None) -> str:
