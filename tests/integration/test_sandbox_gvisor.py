@@ -446,3 +446,21 @@ def test_the_command_line_runs_programs_under_gvisor_and_says_what_holds(tmp_pat
     document = json.loads(found.stdout)
     assert (document["backend"], document["works"], document["isolation"]) == ("gvisor", True, "own_kernel")
     assert list((tmp_path / "r").iterdir()) == []
+
+
+def test_the_service_serves_gvisors_sandboxes_too(tmp_path):
+    need_gvisor(tmp_path / "probe")
+    e2b = pytest.importorskip("e2b", reason="E2B's SDK is not installed; `pip install e2b`")
+    from test_sandbox_service import READY, serving, until_ready
+
+    with serving(tmp_path, "--backend", "gvisor", templates_text=READY) as service:
+        until_ready(service, 2)
+        sandbox = service.create()
+        assert sandbox.commands.run("uname -r").stdout == "4.4.0\n"
+        sandbox.files.write("f", "kept")
+        assert sandbox.files.read("f") == "kept"
+        with pytest.raises(e2b.SandboxException):
+            sandbox.files.write("g", "x", metadata={"a": "b"})
+        sandbox.kill()
+        assert service.end() == (0, "")
+        assert list(service.records.glob("*.json")) == []
