@@ -85,11 +85,15 @@ class EventStream:
         try:
             await service.generate(self._request, siblings=self._siblings, listener=self)
         except RollmillError as error:
+            self._flush()  # what an engine that died had sampled
             self._error = self._error or error
         finally:
-            for index, chunk in self._joiner.flush_all():  # of an engine that died
-                self._put_chunk(index, chunk)
+            self._flush()
             self._events.put_nowait(None)
+
+    def _flush(self) -> None:
+        for index, chunk in self._joiner.flush_all():
+            self._put_chunk(index, chunk)
 
     async def _write_all(self, write: Write) -> None:
         while (event := await self._events.get()) is not None:

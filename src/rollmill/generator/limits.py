@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from rollmill.config.schema import LimitSettings
 from rollmill.errors import DataError, Overloaded
+from rollmill.generator.proto import policy_inference_pb2 as pb
 from rollmill.types import GenerateRequest, Turn
 
 _OLD = 0.8
@@ -39,6 +40,25 @@ def check_limits(request: GenerateRequest, *, siblings: int, limits: LimitSettin
     if problems:
         name = request.request_id[: limits.max_request_id_chars]
         raise DataError(f"request {name} is refused: {'; '.join(problems)}")
+
+
+def check_message(message: pb.GenerateRequest, *, limits: LimitSettings) -> None:
+    """Refuse what a message asks for before anything is made of it: how many samples, and how long its names are.
+
+    Raises:
+        DataError: with the numbers, naming every limit that it is over.
+    """
+    names = ("session_id", "group_key", "job", "adapter")
+    found = (
+        _id_problem("request_id", message.request_id, limits=limits, required=True),
+        *(_id_problem(name, getattr(message, name), limits=limits) for name in names),
+        _over("samples of one call", message.siblings or 1, limit=limits.max_siblings, name="max_siblings"),
+    )
+    problems = [problem for problem in found if problem is not None]
+    if problems:
+        raise DataError(
+            f"request {message.request_id[: limits.max_request_id_chars]} is refused: {'; '.join(problems)}"
+        )
 
 
 def _id_problem(what: str, value: str, *, limits: LimitSettings, required: bool = False) -> str | None:

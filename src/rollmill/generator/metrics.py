@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from rollmill.clock import Clock
-from rollmill.errors import MissingExtraError, RollmillError, UserError
+from rollmill.errors import MissingExtraError, RequestAborted, RequestIdInUse, RollmillError, UserError
 from rollmill.generator.engines.protocol import EngineLoad
 from rollmill.generator.gpu import GpuMeter
 from rollmill.generator.loading import Replica
@@ -162,15 +162,16 @@ class ReplicaMetrics:
             return
         self._latency.observe(latency_s)
         for turn in result:
-            self._count_turn(turn, latency_s=latency_s)
+            self._count_turn(turn)
         self._turns.add(len(result), now_s=now_s)
         self._count_tokens(self._replica.engine.load())
 
-    def _count_turn(self, turn: Turn, *, latency_s: float) -> None:
+    def _count_turn(self, turn: Turn) -> None:
         tokens, timings = len(turn.output_ids), turn.timings
         self._queued.observe(timings.queued_s)
         if tokens:
-            self._first_token.observe(max(0.0, latency_s - timings.decode_s))
+            # Its own: the call ends with its slowest sibling.
+            self._first_token.observe(timings.queued_s + timings.prefill_s)
         if tokens > 1:
             self._between_tokens.observe(timings.decode_s / (tokens - 1), times=tokens - 1)
 
@@ -342,4 +343,4 @@ def outcome_of(result: Sequence[Turn] | BaseException) -> str:
 
 def is_failure(error: BaseException) -> bool:
     """Return whether an error counts in the error rate: faults and bugs, not what the caller did."""
-    return not isinstance(error, asyncio.CancelledError | UserError)
+    return not isinstance(error, asyncio.CancelledError | UserError | RequestIdInUse | RequestAborted)

@@ -13,6 +13,7 @@ Translates; what is refused and why is the service's.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
@@ -35,6 +36,10 @@ from rollmill.generator.service import InferenceService
 from rollmill.generator.state import ReplicaState
 from rollmill.generator.wire import (
     DEFAULT_DEADLINE_S,
+    LONG_TEXT_CHARS,
+    MAX_CHARS_PER_TOKEN,
+    Prompt,
+    chars_of,
     prompt_from_message,
     report_to_message,
     request_from_message,
@@ -112,7 +117,7 @@ class PolicyInferenceServicer(pb_grpc.PolicyInferenceServicer):
             await self.health.set(name, kinds.SERVING if serving else kinds.NOT_SERVING)
 
     async def _generate(self, message: pb.GenerateRequest) -> pb.GenerateReply:
-        request, rendered = self._request(message)
+        request, rendered = await self._request(message)
         turns = await self.service.generate(request, siblings=message.siblings or 1)
         return turns_to_message(
             turns,
@@ -122,7 +127,7 @@ class PolicyInferenceServicer(pb_grpc.PolicyInferenceServicer):
         )
 
     async def _stream(self, message: pb.GenerateRequest, context: Context) -> None:
-        request, rendered = self._request(message)
+        request, rendered = await self._request(message)
         stream = EventStream(
             request,
             siblings=message.siblings or 1,
@@ -144,19 +149,34 @@ class PolicyInferenceServicer(pb_grpc.PolicyInferenceServicer):
             case other:
                 raise DataError(f"Score was asked for {other!r}; it gives `logprobs` or `reward`")
 
-    def _request(self, message: pb.GenerateRequest) -> tuple[GenerateRequest, bool]:
+    async def _request(self, message: pb.GenerateRequest) -> tuple[GenerateRequest, bool]:
         """Return the request, and whether its prompt was rendered here."""
         self.service.check_model(message.model)
         prompt = prompt_from_message(message)
         rendered = not isinstance(prompt, np.ndarray)
         codec = self.service.codec
         stops = codec.stop_token_ids if rendered and codec is not None else ()
-        ids = self.service.encode(prompt)
+        ids = await self._ids(prompt)
         cap = self.service.limits.max_new_tokens
         request = request_from_message(message, prompt_ids=ids, stop_token_ids=stops, max_new_tokens=cap)
         if not request.adapter and self.service.is_adapter(message.model):
             request = msgspec.structs.replace(request, adapter=message.model)
         return request, rendered
+
+    async def _ids(self, prompt: Prompt) -> np.ndarray:
+        """Return a prompt as ids; a long text becomes them beside the loop, and one that is too long not at all."""
+        if isinstance(prompt, np.ndarray):
+            return self.service.encode(prompt)
+        chars = chars_of(prompt)
+        longest = self.service.replica.engine.info().max_model_len
+        if chars > longest * MAX_CHARS_PER_TOKEN:
+            raise DataError(
+                f"the prompt has {chars} characters, which no {longest} tokens hold (max_model_len); raise "
+                "generator.max_model_len or shorten the prompt"
+            )
+        if chars <= LONG_TEXT_CHARS:
+            return self.service.encode(prompt)
+        return await asyncio.to_thread(self.service.encode, prompt)
 
     def _text(self, turn: Turn) -> str:
         codec = self.service.codec

@@ -99,21 +99,21 @@ def asked(request_id: str = "r", **changes: Any) -> GenerateRequest:
 
 def test_latencies_are_those_of_the_requests():
     rig = Rig()
-    # One call for two siblings: 3 s in all. The first token of one comes 1 s before its end, of the other 2.5 s.
-    turns = [turn(5, queued_s=0.2, decode_s=1.0), turn(6, queued_s=0.3, decode_s=2.5)]
+    # One call for two siblings, 3 s in all: the one that is done early waits for the other, which is not its own time.
+    turns = [turn(5, queued_s=0.2, prefill_s=0.1, decode_s=1.0), turn(6, queued_s=0.3, prefill_s=1.5, decode_s=1.2)]
     rig.metrics.served(asked(), turns, latency_s=3.0)
     samples = rig.read()
     assert of(samples, "rollmill_rollout_latency_seconds_count") == 1
     assert of(samples, "rollmill_rollout_latency_seconds_sum") == 3.0
     assert of(samples, "rollmill_rollout_latency_seconds_bucket", le="2.5") == 0
     assert of(samples, "rollmill_rollout_latency_seconds_bucket", le="5.0") == 1
-    # 3 - 1 and 3 - 2.5 seconds to the first token
-    assert of(samples, "rollmill_time_to_first_token_seconds_sum") == pytest.approx(2.5)
+    # 0.2 + 0.1 and 0.3 + 1.5 seconds to the first token
+    assert of(samples, "rollmill_time_to_first_token_seconds_sum") == pytest.approx(2.1)
     assert of(samples, "rollmill_time_to_first_token_seconds_bucket", le="1.0") == 1
-    # 4 intervals of 0.25 s and 5 of 0.5 s
+    # 4 intervals of 0.25 s and 5 of 0.24 s
     assert of(samples, "rollmill_inter_token_latency_seconds_count") == 9
-    assert of(samples, "rollmill_inter_token_latency_seconds_sum") == pytest.approx(4 * 0.25 + 5 * 0.5)
-    assert of(samples, "rollmill_inter_token_latency_seconds_bucket", le="0.25") == 4
+    assert of(samples, "rollmill_inter_token_latency_seconds_sum") == pytest.approx(4 * 0.25 + 5 * 0.24)
+    assert of(samples, "rollmill_inter_token_latency_seconds_bucket", le="0.25") == 9
     assert of(samples, "rollmill_request_queue_seconds_sum") == pytest.approx(0.5)
 
 

@@ -37,10 +37,8 @@ from rollmill.generator.http.replies import AbortReply, Health, ModelCard, Model
 from rollmill.generator.http.sampling import Sampler, why_cut
 from rollmill.generator.http.stream import DONE, EventStream, event
 from rollmill.generator.state import ReplicaState
-from rollmill.generator.wire import Prompt
+from rollmill.generator.wire import LONG_TEXT_CHARS, Prompt, chars_of
 
-_LONG_TEXT = 20_000
-"""Characters above which a prompt becomes ids beside the loop: below it that takes less than 20 ms."""
 _STEPS_BEHIND = 4
 """Steps of all samples of a stream that may wait for its reader, where there are more samples than events may wait."""
 _LINGER_S = 5.0
@@ -236,8 +234,7 @@ class HttpApp(Starlette):
     async def _ids(self, prompt: Prompt) -> np.ndarray:
         if isinstance(prompt, np.ndarray):
             return prompt
-        text = [prompt] if isinstance(prompt, str) else [message.content for message in prompt]
-        if sum(map(len, text)) <= _LONG_TEXT:
+        if chars_of(prompt) <= LONG_TEXT_CHARS:
             return np.asarray(self._service.encode(prompt), dtype=np.int64)
         return np.asarray(await asyncio.to_thread(self._service.encode, prompt), dtype=np.int64)
 

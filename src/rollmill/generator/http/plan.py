@@ -14,13 +14,11 @@ import numpy as np
 
 from rollmill.generator.http.bodies import ChatMessage, ChatRequest, CompletionRequest, TokenRequest
 from rollmill.generator.http.problems import RequestProblem
-from rollmill.generator.wire import DEFAULT_DEADLINE_S, Prompt, seed_of
+from rollmill.generator.wire import DEFAULT_DEADLINE_S, MAX_CHARS_PER_TOKEN, Prompt, seed_of
 from rollmill.types import GenerateRequest, Message, SamplingParams
 
 ID_HEADER, DEADLINE_HEADER = "x-request-id", "x-request-timeout"
 MAX_STOPS, MAX_STOP_CHARS, MAX_PROMPTS = 16, 1024, 1024
-MAX_CHARS_PER_TOKEN = 512
-"""No token of a text has more; a text that is longer than the context times this is refused before it becomes ids."""
 COMPLETION_TOKENS = 16
 """OpenAI's default of `max_tokens` for completions; chats have none."""
 

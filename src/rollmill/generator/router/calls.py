@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable
 
 import msgspec
 
@@ -59,7 +60,6 @@ class Call:
         "_progress",
         "aborted",
         "ask",
-        "attempts",
         "causes",
         "data",
         "deadline_at_s",
@@ -69,6 +69,7 @@ class Call:
         "names",
         "siblings",
         "started_s",
+        "tries",
     )
 
     def __init__(
@@ -84,7 +85,7 @@ class Call:
         self._progress: Progress | None = None
         self._codec = codec
         self.names = {message.request_id}
-        self.attempts = 0
+        self.tries: Counter[int] = Counter()
         self.causes: list[tuple[str, str]] = []
         self.aborted = False
         self.gone: set[int] = set()
@@ -104,8 +105,17 @@ class Call:
             data=self.data,
             siblings=tuple(range(siblings)),
             bases=(0,) * siblings,
-            fresh=self.attempts == 0,
+            fresh=not self.tries,
         )
+
+    def lost(self, siblings: Iterable[int], replica: str, why: str) -> None:
+        """Note that a replica was lost for these siblings: each has its own attempts."""
+        self.tries.update(siblings)
+        self.causes.append((replica, why))
+
+    def tries_of(self, siblings: Iterable[int]) -> int:
+        """Return how often the one of these was lost that was lost most."""
+        return max((self.tries[index] for index in siblings), default=0)
 
     def data_at(self, piece: Piece, *, now_s: float) -> bytes:
         """Return a piece's request with what is left of the deadline, if some of it has passed here."""

@@ -176,6 +176,7 @@ class Fleet:
         try:
             status = await self.upstreams[name].status(timeout_s=self._settings.status_deadline_s)
         except UpstreamError as error:
+            self.statuses.pop(name, None)  # its last figures say nothing of now
             if name in self._law.table:
                 self._say(name, "does not answer", str(error.error))
                 self._law.table.silent(name, reason=str(error.error))

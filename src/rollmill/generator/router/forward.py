@@ -21,6 +21,7 @@ from contextlib import aclosing, contextmanager
 import msgspec
 
 from rollmill.clock import Clock
+from rollmill.config.schema import LimitSettings
 from rollmill.errors import (
     DataError,
     DeadlineExceeded,
@@ -31,6 +32,7 @@ from rollmill.errors import (
     RequestIdInUse,
     RollmillError,
 )
+from rollmill.generator.limits import check_message
 from rollmill.generator.proto import policy_inference_pb2 as pb
 from rollmill.generator.router.calls import AT_THE_DEADLINE_S, Call, Emit, Piece, ask_of
 from rollmill.generator.router.law import RouterLaw
@@ -57,6 +59,7 @@ class Forwarder:
         clock: the law's time.
         on_trouble: told of a replica that broke or refused a request.
         codec: of the model's tokenizer, if the router has it.
+        limits: what one call may ask for.
     """
 
     def __init__(
@@ -67,7 +70,9 @@ class Forwarder:
         clock: Clock,
         on_trouble: Callable[[str], None],
         codec: TextCodec | None = None,
+        limits: LimitSettings | None = None,
     ) -> None:
+        self._limits = LimitSettings() if limits is None else limits
         self._law = law
         self._settings = law.settings
         self._upstreams = upstreams
@@ -77,6 +82,7 @@ class Forwarder:
         # Appended to a serialized request it sets this one field.
         self._in_chunks = pb.GenerateRequest(chunk_tokens=law.settings.chunk_tokens).SerializeToString()
         self._calls: dict[str, Call] = {}
+        self._names: set[str] = set()
         self._waiting: dict[str, asyncio.Future[str]] = {}
         self._idle = asyncio.Event()
         self._idle.set()
@@ -166,8 +172,8 @@ class Forwarder:
                 await self._idle.wait()
         except TimeoutError:
             left = list(self._calls)
-            for request_id in left:
-                await self.abort(request_id)
+            # Together: one replica that hangs must not cost the others' callers what they have.
+            await asyncio.gather(*(self.abort(request_id) for request_id in left))
             return len(left)
         return 0
 
@@ -202,17 +208,25 @@ class Forwarder:
 
     def _begin(self, data: bytes, *, emit: Emit | None) -> Call:
         message = pb.GenerateRequest.FromString(data)
-        if message.request_id in self._calls:
-            raise RequestIdInUse(f"request id {message.request_id} is in use; ids must be unique while a request lives")
+        # Before anything is made of it: a small message may ask for more than there is memory.
+        check_message(message, limits=self._limits)
+        names = names_of(message.request_id, siblings=message.siblings or 1)
+        if taken := names & self._names:
+            raise RequestIdInUse(
+                f"request id {min(taken)} is in use; ids must be unique while a request lives, and siblings have "
+                "theirs: ID#0, ID#1, ..."
+            )
         if not message.deadline_s >= 0:
             raise DataError(f"request {message.request_id} has a deadline of {message.deadline_s:g} s; give 0 or more")
         call = Call(message, data, now_s=self._clock.now_s(), emit=emit, codec=self._codec)
         self._calls[message.request_id] = call
+        self._names |= names
         self._idle.clear()
         return call
 
     def _end(self, call: Call) -> None:
         del self._calls[call.message.request_id]
+        self._names -= names_of(call.message.request_id, siblings=call.siblings)
         now_s = self._clock.now_s()
         for name in call.names:
             self.obey(self._law.close(name, now_s=now_s))
@@ -228,7 +242,8 @@ class Forwarder:
                 reply, message = await self._reply_of(call, piece, replica)
             except UpstreamError as failure:
                 # Whether there were tokens is not known; where it may matter they are taken to have been there.
-                self._retry_or_raise(call, replica, failure, begun=failure.ended in (Ended.LOST, Ended.FAILED))
+                begun = failure.ended in (Ended.LOST, Ended.FAILED)
+                self._retry_or_raise(call, piece, replica, failure, begun=begun)
                 piece = call.whole()
             else:
                 return self._whole_reply(call, reply, message, replica=replica)
@@ -256,14 +271,14 @@ class Forwarder:
         """Return a reply as it is; `None` if samples in it were cut short, which are in the books then."""
         now_s = self._clock.now_s()
         cut = [one.index for one in message.samples if call.is_cut(one.index, one.stop_reason, now_s=now_s)]
-        if not cut or not self._may_move(call):
+        if not cut or not all(self._may_move(call, index) for index in cut):
             return reply
         call.progress.take_reply(message)
         if not call.progress.can_move():
             return reply
         for index in cut:
             call.progress.reopen(index)
-        self._note_cut(call, replica)
+        self._note_cut(call, cut, replica)
         return None
 
     async def _whole(self, call: Call) -> None:
@@ -308,6 +323,13 @@ class Forwarder:
         except _AbortedHere:
             if call.aborted:  # else this sibling alone was meant
                 raise
+        except (DeadlineExceeded, NotServing, Overloaded):
+            # At the deadline a call ends with what it has.
+            if not self._has_tokens(call, piece) or self._clock.now_s() < call.deadline_at_s:
+                raise
+
+    def _has_tokens(self, call: Call, piece: Piece) -> bool:
+        return not piece.fresh and any(call.progress.count(index) > 0 for index in piece.siblings)
 
     # -- one piece
 
@@ -322,7 +344,7 @@ class Forwarder:
                 replica = failure.replica or replica
                 if begun and not call.progress.can_move() and call.emit is not None:
                     raise call.cannot_move(failure.error) from failure
-                self._retry_or_raise(call, replica, failure, begun=begun)
+                self._retry_or_raise(call, piece, replica, failure, begun=begun)
                 if begun:
                     return await self._settled(call, piece, replica)
                 piece = msgspec.structs.replace(piece, fresh=False)
@@ -443,9 +465,9 @@ class Forwarder:
             return
         progress.take_finished(index, event.finished, base=base)
         cut = call.is_cut(index, event.finished.stop_reason, now_s=self._clock.now_s())
-        if cut and self._may_move(call) and progress.can_move():
+        if cut and self._may_move(call, index) and progress.can_move():
             progress.reopen(index)
-            self._note_cut(call, replica)
+            self._note_cut(call, [index], replica)
         else:
             await self._show(call, event if as_it_is else progress.finished(index), raw if as_it_is else None)
 
@@ -469,8 +491,9 @@ class Forwarder:
         self._waiting[ask.request_id] = waiting
         try:
             self.obey(said)
-            left_s = call.deadline_at_s - now_s
-            async with asyncio.timeout(min(self._settings.queue_wait_s, max(left_s, 0.0))):
+            left_s = max(call.deadline_at_s - now_s, 0.0)
+            patience_s = left_s if self._has_tokens(call, piece) else min(self._settings.queue_wait_s, left_s)
+            async with asyncio.timeout(patience_s):
                 return await waiting
         except TimeoutError:
             raise self._waited(call, ask, since_s=now_s) from None
@@ -501,22 +524,20 @@ class Forwarder:
         if ended in (Ended.LOST, Ended.REFUSED, Ended.FAILED):
             self._on_trouble(replica)
 
-    def _may_move(self, call: Call) -> bool:
-        return self._settings.on_loss == "continue" and call.attempts + 1 < self._settings.max_attempts
+    def _may_move(self, call: Call, index: int) -> bool:
+        return self._settings.on_loss == "continue" and call.tries[index] + 1 < self._settings.max_attempts
 
-    def _note_cut(self, call: Call, replica: str) -> None:
-        call.attempts += 1
-        call.causes.append((replica, "it ended the request before its time (it drains)"))
+    def _note_cut(self, call: Call, siblings: Sequence[int], replica: str) -> None:
+        call.lost(siblings, replica, "it ended the request before its time (it drains)")
         self._on_trouble(replica)
 
-    def _retry_or_raise(self, call: Call, replica: str, failure: UpstreamError, *, begun: bool) -> None:
-        call.attempts += 1
-        call.causes.append((replica, str(failure.error)))
+    def _retry_or_raise(self, call: Call, piece: Piece, replica: str, failure: UpstreamError, *, begun: bool) -> None:
+        call.lost(piece.siblings, replica, str(failure.error))
         final = (
             failure.ended is Ended.INVALID
             or bool(call.ask.wave_id)
             or (begun and self._settings.on_loss == "fail")
-            or call.attempts >= self._settings.max_attempts
+            or call.tries_of(piece.siblings) >= self._settings.max_attempts
             or self._clock.now_s() >= call.deadline_at_s
         )
         if call.aborted:
@@ -524,6 +545,11 @@ class Forwarder:
         if final:
             raise call.final(failure.error) from failure
         self.retried += 1
+
+
+def names_of(request_id: str, *, siblings: int) -> set[str]:
+    """Return the ids that a call may have at replicas: its own, and one for each sibling that goes on alone."""
+    return {request_id, *(f"{request_id}#{index}" for index in range(siblings))}
 
 
 def _sent_to(instruction: Instruction) -> str:

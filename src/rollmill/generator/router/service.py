@@ -22,6 +22,7 @@ from rollmill.generator.router.forward import Forwarder
 from rollmill.generator.router.law import RouterLaw
 from rollmill.generator.router.membership import Source
 from rollmill.generator.router.records import Ask, Ended, Seen
+from rollmill.generator.router.table import Member
 from rollmill.generator.router.upstream import Connect, UpstreamError
 from rollmill.generator.service import Listener, TextCodec
 from rollmill.generator.state import ReplicaState
@@ -89,7 +90,12 @@ class RouterService:
             on_change=self.changed.set,
         )
         self.forwarder = Forwarder(
-            self.law, upstreams=self.fleet.upstreams, clock=clock, on_trouble=self.fleet.look, codec=codec
+            self.law,
+            upstreams=self.fleet.upstreams,
+            clock=clock,
+            on_trouble=self.fleet.look,
+            codec=codec,
+            limits=self.limits,
         )
 
     async def run(self) -> None:
@@ -215,6 +221,10 @@ class RouterService:
         """Return the fleet as if it were one replica: sums, and the oldest version that serves."""
         return status_from_message(self.status_message())
 
+    def _shortest_context(self, members: Sequence[Member]) -> int:
+        known = [self.fleet.statuses[one.name] for one in members if one.name in self.fleet.statuses]
+        return min((status.max_model_len for status in known), default=0)
+
     def status_message(self) -> pb.StatusReply:
         """Return the fleet as if it were one replica, and each replica beside that."""
         state, reason = self.standing()
@@ -228,7 +238,7 @@ class RouterService:
             policy_version=0 if oldest is None else oldest.policy_version,
             digest="" if oldest is None else oldest.digest,
             wall_s=max((status.wall_s for status in statuses), default=0.0),
-            max_model_len=min((status.max_model_len for status in statuses), default=0),
+            max_model_len=self._shortest_context(serving) or self._shortest_context(members),
             dtype=statuses[0].dtype if statuses else "",
         )
         for name in _SUMMED:

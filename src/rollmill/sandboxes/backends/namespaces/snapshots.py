@@ -170,7 +170,7 @@ class Snapshots:
             self._doomed += [one.layer_id for one in layers if one.on_disk]
             self._doomed = [one for one in self._doomed if not _discarded(self._disk, one)]
 
-    async def keep(self, kept: Kept, layers: list[Layer]) -> None:
+    async def keep(self, kept: Kept, layers: Sequence[Layer]) -> None:
         """Take a snapshot into the book, and on the disk if it is to outlive this process."""
         self.book.keep(kept, layers=layers)
         if self._disk is not None and kept.ref.durable:
