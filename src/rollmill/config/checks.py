@@ -159,6 +159,14 @@ def _deadlines(config: RollmillConfig) -> Iterator[str]:
             f"valid values: run.replica_deadline_s below {run.stall_limit_s:g}, or run.stall_limit_s above "
             f"{run.replica_deadline_s:g}."
         )
+    patience_s = config.trainer.batch_deadline_s
+    if run.on_generator_loss == "wait" and run.replica_deadline_s >= patience_s:
+        yield (
+            f'run.on_generator_loss is "wait" with run.replica_deadline_s {run.replica_deadline_s:g} s, and '
+            f"trainer.batch_deadline_s is {patience_s:g} s: the trainer would give up before the wait does. Nearest "
+            f"valid values: run.replica_deadline_s below {patience_s:g}, or trainer.batch_deadline_s above "
+            f"{run.replica_deadline_s:g}."
+        )
 
 
 def _algorithm(config: RollmillConfig) -> Iterator[str]:

@@ -551,7 +551,9 @@ class EvaluationSettings(Section):
     memory of one more replica. The evaluation at the end is always shared: nobody trains then."""
     temperature: float = knob(0.0, ge=0)
     """Sampling temperature in evaluation; 0 is greedy. Stored with the score."""
-    max_new_tokens: int | None = knob(None, unit="tokens")
+    max_new_tokens: int | None = knob(
+        None, unit="tokens", raising="longer answers, slower evaluation", lowering="more answers are cut off", ge=1
+    )
     """Cap in evaluation; `None` takes `sampling.max_new_tokens`."""
     deadline_s: float = knob(600.0, unit="s", raising="tolerates slower evaluation", lowering="ends sooner", gt=0)
     """An evaluation that takes longer fails, with what it had."""

@@ -388,7 +388,9 @@ class Controller:
         self.inbox.put(event)
 
     async def _load(self, instruction: LoadWeights) -> None:
-        async with self.load_gate.load(deadline_s=self.config.evaluation.deadline_s):
+        # An evaluation may be made twice, and loads weights itself.
+        patience_s = 2 * (self.config.evaluation.deadline_s + self.config.generator.load_deadline_s)
+        async with self.load_gate.load(deadline_s=patience_s):
             try:
                 version, seconds = await self._load_newest(instruction.replica_id)
             except ReplicaLost as error:

@@ -19,7 +19,7 @@ from typing import Protocol
 import msgspec
 
 from rollmill.controller.evaluation import EvaluationResult
-from rollmill.errors import DeadlineExceeded, WeightError
+from rollmill.errors import DataError, DeadlineExceeded, WeightError
 from rollmill.types import WeightManifest
 
 BACKLOG = 1
@@ -195,7 +195,11 @@ class SideEvaluations:
                 reasons.append(str(late))
                 break
             else:
-                self._keep(due, result)
+                try:
+                    self._keep(due, result)
+                except DataError as error:  # not one verdict
+                    reasons.append(str(error))
+                    break
                 return
         self._reports.event("evaluation_failed", label=due.label, policy_version=due.policy_version, reasons=reasons)
 

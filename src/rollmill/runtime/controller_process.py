@@ -404,9 +404,14 @@ class _Run:
         while self._goes_on and self._is_evaluated(store, due):
             due += settings.every_steps
         while due < self.config.run.steps and not self.controller.finished.done():
-            if self.controller.scheduler.view().optimizer_step < due:
+            loaded = self.controller.scheduler.view().loaded_step
+            if loaded < due:
                 await self._ring_or(1.0)
                 continue
+            while due + settings.every_steps <= min(loaded, self.config.run.steps - 1):
+                why = f"step {loaded} was loaded by the time that the evaluation before it had ended"
+                self.reporter.event("evaluation_skipped", label=f"step-{due}", reason=why)
+                due += settings.every_steps
             self._note_evaluation(store, f"step-{due}", await self._evaluate(f"step-{due}"))
             due += settings.every_steps
 
@@ -479,11 +484,18 @@ class _Run:
     async def _evaluate(self, label: str) -> dict[str, object] | None:
         """Evaluate with one version; anew if a replica was lost meanwhile and its version could not be had again."""
         self.reporter.say(f"evaluating ({label})")
-        async with self.controller.load_gate.closed(deadline_s=self.config.generator.load_deadline_s):
+        # A load that failed is tried once more.
+        async with self.controller.load_gate.closed(deadline_s=2 * self.config.generator.load_deadline_s):
+            await self.watch.align()
             result = await self._ask_all(label, attempt=1)
             if len(result.policy_versions) > 1:
                 self.reporter.event("evaluation_repeated", label=label, policy_versions=list(result.policy_versions))
+                await self.watch.align()
                 result = await self._ask_all(label, attempt=2)
+        if len(result.policy_versions) > 1:
+            why = f"replicas answered with policy versions {', '.join(map(str, result.policy_versions))}, twice"
+            self.reporter.event("evaluation_skipped", label=label, reason=why)
+            return None
         if self.watch.none_comes:
             self.reporter.event("evaluation_skipped", label=label, reason="no replica serves and none comes back")
             return None

@@ -51,8 +51,10 @@ async def _evaluate(source: str, *, config: RollmillConfig) -> dict[str, Any]:
         policy_version=0,
         digest="",
         clock=clock,
+        settings=config.generator.model_copy(update={"engine": "embedded"}),
     )
     try:
+        await environment.start()
         result = await run_evaluation(
             config, environment=environment, renderer=renderer, generate=engine.generate, clock=clock, label="eval"
         )
@@ -85,7 +87,7 @@ async def run_evaluation(
         generate=generate,
         clock=clock,
         temperature=settings.temperature,
-        max_new_tokens=settings.max_new_tokens or config.sampling.max_new_tokens,
+        max_new_tokens=config.sampling.max_new_tokens if settings.max_new_tokens is None else settings.max_new_tokens,
         deadline_s=settings.deadline_s,
         concurrency=config.generator.max_num_seqs * (replicas or config.generator.replicas),
         label=label,

@@ -242,16 +242,37 @@ class ReplicaWatch:
             else:
                 return report.seconds()
 
+    async def align(self) -> set[int]:
+        """Have all replicas in rotation serve the newest version that one of them serves; return what they serve then.
+
+        For an evaluation, which holds other loads back. One that cannot is lost, and has been told.
+        """
+        served = {name: status.policy_version for name, _, status in await self._statuses()}
+        newest = max(served.values(), default=0)
+        for name in [name for name, version in served.items() if version < newest]:
+            try:
+                await self.load(name, newest)
+                served[name] = newest
+            except ReplicaLost:
+                del served[name]
+            except Overtaken:
+                continue  # it serves on, with its old version
+        return set(served.values())
+
     async def poll(self) -> list[ReplicaStatus]:
         """Return the status of each replica in rotation; one that serves nothing any more is lost."""
         found: list[ReplicaStatus] = []
-        for name, client in list(self.clients.items()):
-            status = await self._status(name, client)
-            if status is None:
-                continue
+        for name, client, status in await self._statuses():
             found.append(status)
             if status.state in LOST_STATES and self.clients.get(name) is client:
                 self._condemn(name, EngineDead(f"{name} is {status.state.value}: {status.reason}. Its log has more."))
+        return found
+
+    async def _statuses(self) -> list[tuple[str, GeneratorClient, ReplicaStatus]]:
+        found: list[tuple[str, GeneratorClient, ReplicaStatus]] = []
+        for name, client in list(self.clients.items()):
+            if (status := await self._status(name, client)) is not None:
+                found.append((name, client, status))
         return found
 
     async def close(self) -> None:

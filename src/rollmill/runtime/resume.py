@@ -63,6 +63,9 @@ def next_incarnation(layout: ProcessLayout, *, replicas_live: bool = False) -> I
         lost = lost_groups(layout.run_directory / "rollouts.jsonl", store=store)
         reconciliation = store.reconcile(commit)
         store.set_note("phase", "starting")
+        # Of an end that is none any more: the summary would show it as that of the run as it is now.
+        for key in ("finish_reason", "eval:after"):
+            store.set_note(key, None)
     finally:
         store.close()
     number = before.number + 1

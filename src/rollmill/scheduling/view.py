@@ -61,6 +61,7 @@ class SchedulerView(msgspec.Struct, frozen=True, kw_only=True):
         publish_lag_steps: optimizer steps that the oldest serving replica is behind the newest weights.
         degraded_steps: optimizer steps trained while a lost replica was missing (run.on_generator_loss = degrade).
         awaited: lost replicas that come back.
+        loaded_step: optimizer step that every replica serves or has passed; 0 before one serves.
     """
 
     at_s: float
@@ -98,6 +99,7 @@ class SchedulerView(msgspec.Struct, frozen=True, kw_only=True):
     publish_lag_steps: int
     degraded_steps: int
     awaited: tuple[str, ...]
+    loaded_step: int = 0
 
     @property
     def bound_most(self) -> str:
@@ -205,6 +207,7 @@ def view(state: State) -> SchedulerView:
         publish_lag_steps=0 if state.loaded_step is None else max(0, newest_step - state.loaded_step),
         degraded_steps=state.degraded_steps,
         awaited=tuple(sorted(state.awaited)),
+        loaded_step=state.loaded_step or 0,
     )
 
 

@@ -37,25 +37,35 @@ def advise(summary: Mapping[str, Any], *, settings: Mapping[str, Any]) -> list[d
         summary: the document without its advice.
         settings: resolved values by key, quoted where known.
     """
-    rules = (_waiting_trainer, _waiting_generator, _stale, _publication, _flat_accuracy, _short_run)
+    rules = (_waiting_generator, _publication, _flat_accuracy, _short_run)
     found = [one for rule in rules for one in rule(summary)]
-    found += _no_signal(summary, settings)
+    found += [one for rule in (_waiting_trainer, _stale, _no_signal) for one in rule(summary, settings)]
     found.sort(key=lambda one: -one.weight)
     return [_shown(one, settings=settings) for one in found[:MAX_ADVICE]]
 
 
-def _waiting_trainer(summary: Mapping[str, Any]) -> Iterator[_Advice]:
+def _waiting_trainer(summary: Mapping[str, Any], settings: Mapping[str, Any]) -> Iterator[_Advice]:
     waited = _waited_share(summary)
     if waited < NOTABLE:
         return
     idle = _replica_share(summary, "idle")
     because = f"after its first batch the trainer waited for data in {waited:.0%} of its time"
-    if idle >= NOTABLE:
+    if idle >= NOTABLE and settings.get("run.deterministic"):
+        return  # they take turns, which is what the mode is for
+    if idle >= NOTABLE and _held_back(summary) >= NOTABLE:
         yield _Advice(
             weight=waited,
             direction="raise",
             setting="schedule.max_staleness",
             because=f"{because} while the generator idled in {idle:.0%}: the budget holds generation back",
+        )
+    elif idle >= NOTABLE:
+        yield _Advice(
+            weight=waited,
+            direction="raise",
+            setting="environment.scoring_workers",
+            because=f"{because} while the generator idled in {idle:.0%} and the staleness budget had room: rollouts "
+            "wait for their scores or their environment",
         )
     else:
         yield _Advice(
@@ -106,9 +116,11 @@ def _no_signal(summary: Mapping[str, Any], settings: Mapping[str, Any]) -> Itera
         )
 
 
-def _stale(summary: Mapping[str, Any]) -> Iterator[_Advice]:
+def _stale(summary: Mapping[str, Any], settings: Mapping[str, Any]) -> Iterator[_Advice]:
     rollouts = summary["rollouts"]
     stale, admitted = rollouts["dropped"].get("stale", 0), rollouts["admitted"]
+    if settings.get("schedule.group_oversampling") == 1.0:
+        return  # nothing is started in excess
     if admitted and stale / admitted >= NOTABLE_DROPS:
         yield _Advice(
             weight=2 * stale / admitted,
@@ -162,6 +174,13 @@ def _shown(one: _Advice, *, settings: Mapping[str, Any]) -> dict[str, str]:
 def _share(summary: Mapping[str, Any], owner: str, cause: str) -> float:
     causes = summary["seconds"].get(owner)
     return causes.get(cause, 0.0) / causes["wall_s"] if causes and causes["wall_s"] > 0 else 0.0
+
+
+def _held_back(summary: Mapping[str, Any]) -> float:
+    """Return the share of the run in which the staleness budget or a load of weights bounded it."""
+    seconds = summary.get("bound_seconds", {})
+    total = sum(seconds.values())
+    return (seconds.get("admission", 0.0) + seconds.get("weights", 0.0)) / total if total > 0 else 0.0
 
 
 def _waited_share(summary: Mapping[str, Any]) -> float:

@@ -157,7 +157,22 @@ def test_a_trainer_that_waits_for_a_busy_generator_advises_larger_batches_there(
 
 def test_a_trainer_that_waits_for_an_idle_generator_advises_a_larger_budget():
     seconds = seconds_of({"train": 50.0, "wait_data": 50.0}, {"decode": 60.0, "idle": 40.0})
-    assert ("raise", "schedule.max_staleness") in advice_of(sound(**seconds))
+    held = {"trainer": 50.0, "admission": 30.0, "scoring": 20.0}
+    assert ("raise", "schedule.max_staleness") in advice_of(sound(**seconds, bound_seconds=held))
+
+
+def test_a_trainer_that_waits_for_scores_while_the_budget_has_room_advises_more_scoring_workers():
+    seconds = seconds_of({"train": 50.0, "wait_data": 50.0}, {"decode": 60.0, "idle": 40.0})
+    advice = advice_of(sound(**seconds, bound_seconds={"trainer": 50.0, "scoring": 50.0}))
+    assert ("raise", "environment.scoring_workers") in advice
+    assert ("raise", "schedule.max_staleness") not in advice
+
+
+def test_a_deterministic_run_takes_turns_and_is_not_told_to_raise_its_budget():
+    seconds = seconds_of({"train": 50.0, "wait_data": 50.0}, {"decode": 60.0, "idle": 40.0})
+    summary = sound(**seconds, bound_seconds={"trainer": 50.0, "admission": 50.0})
+    moves = {one["setting"] for one in advise(summary, settings={"run.deterministic": True})}
+    assert not moves & {"schedule.max_staleness", "environment.scoring_workers", "generator.max_num_seqs"}
 
 
 def test_an_idle_generator_and_a_busy_trainer_advise_trainer_threads():
@@ -192,6 +207,8 @@ def test_accuracy_that_did_not_clearly_rise_advises_more_steps():
 def test_stale_drops_advise_less_oversampling():
     rollouts = {**sound()["rollouts"], "admitted": 236, "dropped": {"zero_advantage": 60, "stale": 40}}
     assert ("lower", "schedule.group_oversampling") in advice_of(sound(rollouts=rollouts))
+    exact = advise(sound(rollouts=rollouts), settings={"schedule.group_oversampling": 1.0})
+    assert "schedule.group_oversampling" not in {one["setting"] for one in exact}
 
 
 def test_the_wait_for_the_first_batch_is_not_held_against_the_generator():
