@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -25,6 +26,7 @@ from rollmill.errors import EngineDead, ProducersGone, WeightError
 from rollmill.generator.engines.fake import FakeEngine, FakeFaults
 from rollmill.generator.main import serve
 from rollmill.generator.state import ReplicaState
+from rollmill.generator.wire import LoadReport, ReplicaStatus
 from rollmill.runtime.failure import read_record, record_of_exit
 from rollmill.runtime.layout import ProcessLayout
 from rollmill.runtime.losses import LossRecord, append_loss
@@ -155,6 +157,33 @@ class Setting:
         return [told for told in self.controller.told if isinstance(told, ReplicaJoined)]
 
 
+class OlderReplica:
+    """A second replica in rotation, as its client shows it: it serves a version and loads what it is told."""
+
+    def __init__(self, like: ReplicaStatus, *, policy_version: int) -> None:
+        self._status = msgspec.structs.replace(like, policy_version=policy_version)
+        self.loads: list[int] = []
+
+    async def status(self) -> ReplicaStatus:
+        return self._status
+
+    async def load_weights(self, policy_version: int, *, deadline_s: float) -> LoadReport:
+        self.loads.append(policy_version)
+        self._status = msgspec.structs.replace(self._status, policy_version=policy_version)
+        return LoadReport(
+            policy_version=policy_version,
+            digest="",
+            nbytes=0,
+            pull_s=0.0,
+            pause_s=0.0,
+            changed=True,
+            canary_difference=None,
+        )
+
+    async def close(self) -> None:
+        """Nothing to close."""
+
+
 @contextlib.asynccontextmanager
 async def setting(
     folder: Path, *, policy: str = "restart", faults: FakeFaults | None = None, served: int = 2
@@ -220,6 +249,21 @@ def test_a_replica_with_weights_of_an_abandoned_history_loads_the_newest_before_
             await world.watch.look()
             assert [event.policy_version for event in world.joined] == [2]
             assert world.engine.info().policy_version == 2
+
+    asyncio.run(main())
+
+
+def test_replicas_are_aligned_to_the_newest_version_that_one_of_them_serves(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with setting(tmp_path) as world:
+            await world.watch.look()
+            assert await world.watch.align() == {2}
+            (status,) = await world.watch.poll()
+            older = OlderReplica(status, policy_version=1)
+            world.watch.clients["generator-1"] = older  # type: ignore[assignment]
+            assert await world.watch.align() == {2}
+            assert older.loads == [2]
+            assert [one.policy_version for one in await world.watch.poll()] == [2, 2]
 
     asyncio.run(main())
 

@@ -14,7 +14,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from rollmill.clock import VirtualClock
-from rollmill.errors import DataError, EngineError, RollmillError, WeightError
+from rollmill.errors import DataError, EngineError, RequestAborted, RequestIdInUse, RollmillError, WeightError
 from rollmill.generator.engines.fake import FakeEngine
 from rollmill.generator.engines.protocol import EngineLoad, HostKvLoad
 from rollmill.generator.loading import Replica
@@ -134,13 +134,15 @@ def test_calls_are_counted_by_outcome_and_only_faults_raise_the_error_rate():
         DataError("too long"),
         EngineError("dirty"),
         KeyError("bug"),
+        RequestIdInUse("r is in use"),
+        RequestAborted("told to"),
     ]
     for end in ends:
         rig.metrics.served(asked(), end, latency_s=1.0)
     samples = rig.read()
-    outcomes = ("ok", "aborted", "cancelled", "data", "engine", "other")
-    assert [of(samples, "rollmill_requests_total", outcome=outcome) for outcome in outcomes] == [1] * 6
-    assert of(samples, "rollmill_error_rate") == pytest.approx(2 / 6)
+    outcomes = ("ok", "aborted", "cancelled", "data", "engine", "other", "request_id_in_use", "request_aborted")
+    assert [of(samples, "rollmill_requests_total", outcome=outcome) for outcome in outcomes] == [1] * 8
+    assert of(samples, "rollmill_error_rate") == pytest.approx(2 / 8)
 
 
 def test_the_error_rate_forgets_what_is_older_than_a_minute():

@@ -298,6 +298,56 @@ def test_attempts_are_bounded():
     run(test)
 
 
+def test_each_sibling_has_its_own_attempts():
+    async def test(clock):
+        # Both siblings go on alone after the first loss; the replica of one of them is lost as well.
+        fleet = Fixture(*"abcd", clock=clock, max_attempts=3, keep_tokens=True)
+        asked = message("r", siblings=2, tokens=20)
+        async with asyncio.TaskGroup() as tasks:
+            task = tasks.create_task(fleet.generate(asked))
+            for _ in range(2):
+                await asyncio.sleep(4.5)
+                at = [name for name, one in fleet.replicas.items() if one.engine._live and not one.dead]
+                fleet.replicas[at[0]].kill()
+        assert same_samples(task.result(), await unbroken(clock, asked))
+        fleet.check_all_is_given_back()
+
+    run(test)
+
+
+def test_at_the_deadline_a_call_ends_with_the_tokens_that_it_has():
+    async def test(clock):
+        fleet = Fixture("a", clock=clock, keep_tokens=True, queue_wait_s=2.0)
+        async with asyncio.TaskGroup() as tasks:
+            task = tasks.create_task(fleet.generate(message("r", deadline_s=12.0, tokens=30)))
+            await asyncio.sleep(4.5)
+            fleet.replicas["a"].kill()
+        (sample,) = task.result().samples
+        assert sample.stop_reason == "abort"
+        assert len(sample.output_ids) == 4
+        assert clock.now_s() == pytest.approx(12.0, abs=0.5)
+        fleet.check_all_is_given_back()
+
+    run(test)
+
+
+def test_what_a_small_message_asks_too_much_of_is_refused_before_anything_is_made_of_it():
+    async def test(clock):
+        fleet = Fixture("a", clock=clock)
+        for changes, words in (
+            ({"siblings": 2**31 - 1}, "max_siblings"),
+            ({"session_id": "x" * 10_000}, "max_request_id_chars"),
+        ):
+            error = await _error(fleet.generate(message("r", **changes)))
+            assert isinstance(error, DataError)
+            assert words in str(error)
+        assert isinstance(await _error(fleet.generate(message(""))), DataError)
+        assert fleet.replicas["a"].seen == []
+        fleet.check_all_is_given_back()
+
+    run(test)
+
+
 def test_a_bad_request_is_refused_once_and_with_the_replicas_own_words():
     async def test(clock):
         fleet = Fixture("a", "b", clock=clock)
@@ -455,6 +505,9 @@ def test_an_id_in_use_is_refused_and_the_first_goes_on():
             first = tasks.create_task(fleet.generate(message("r")))
             await asyncio.sleep(2.5)
             assert isinstance(await _error(fleet.generate(message("r"))), RequestIdInUse)
+            # A sibling that goes on alone has this id at its replica.
+            assert isinstance(await _error(fleet.generate(message("r#0"))), RequestIdInUse)
+        await fleet.generate(message("r#0"))
         assert len(first.result().samples[0].output_ids) == 10
 
     run(test)
