@@ -105,6 +105,42 @@ def test_ctrl_c_before_the_first_step_loses_nothing_and_resume_begins_the_run(tm
     assert summary["steps"] == 3
 
 
+def test_ctrl_c_while_replicas_start_does_not_wait_for_them(tmp_path: Path) -> None:
+    process = rollmill("train", str(write_config(tmp_path, steps=3)))
+    run = tmp_path / "runs" / "tiny"
+    wait_until(lambda: '"preflight"' in text_of(run / "events.jsonl"), process)
+    process.send_signal(signal.SIGINT)
+    status, out, err = finish(process)
+    assert status == 130, err
+    assert f"rollmill train --resume {run}" in out
+    assert processes_of(run) == []
+    check_books(json.loads((run / "summary.json").read_text()))
+
+    status, out, err = finish(rollmill("train", "--resume", str(run), "--json"))
+    assert status == 0, err
+    assert json.loads(out)["steps"] == 3
+
+
+def test_ctrl_c_during_the_evaluation_at_the_end_leaves_it_and_keeps_the_run(tmp_path: Path) -> None:
+    config = write_config(tmp_path, steps=1)
+    many = ["--set", "environment.heldout_size=3000", "--set", "evaluation.at_start=false"]
+    process = rollmill("train", str(config), *many)
+    run = tmp_path / "runs" / "tiny"
+    wait_until(lambda: '"finished"' in text_of(run / "events.jsonl"), process)
+    process.send_signal(signal.SIGINT)
+    status, _, err = finish(process)
+    assert status == 130, err
+    assert "the user asked for the end" in text_of(run / "events.jsonl")
+    summary = json.loads((run / "summary.json").read_text())
+    assert (summary["steps"], summary["eval_after"]) == (1, None)
+    assert processes_of(run) == []
+    check_books(summary)
+
+
+def text_of(path: Path) -> str:
+    return path.read_text() if path.exists() else ""
+
+
 @pytest.mark.parametrize("victim", ["generator-0", "trainer", "controller"])
 def test_with_stop_the_death_of_any_process_ends_the_run_and_names_it(tmp_path: Path, victim: str) -> None:
     config = str(write_config(tmp_path, steps=1000))

@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from typing import Any
 
 import msgspec
 
@@ -308,6 +309,8 @@ class _Run:
         until_s = self.clock.now_s() + deadline_s
         while missing := self.watch.still_coming(incarnation=self.context.incarnation.number):
             self._check_trainer()
+            if self.stopping.is_set():
+                return  # the run begins, and ends at once
             if self.clock.now_s() >= until_s:
                 raise DeadlineExceeded(
                     f"waited {deadline_s:.0f} s for the address of {', '.join(missing)}; the logs of the other "
@@ -519,13 +522,30 @@ class _Run:
     async def _finish(self, store: SqliteStore, repository: LocalModelRepository, *, evaluate_at_end: bool) -> None:
         done = self.layout.trainer_done(incarnation=self.context.incarnation.number)
         if evaluate_at_end and self.config.evaluation.at_end:
-            latest = repository.latest()
-            assert latest is not None
-            await self._load_everywhere(latest.policy_version)
-            self._note_evaluation(store, "after", await self._evaluate("after"))
+            await self._unless_stopped(self._evaluate_at_end(store, repository), label="after")
         await self._until(
             done.exists, deadline_s=self.config.trainer.batch_deadline_s, what="the trainer's last checkpoint"
         )
+
+    async def _evaluate_at_end(self, store: SqliteStore, repository: LocalModelRepository) -> None:
+        latest = repository.latest()
+        assert latest is not None
+        await self._load_everywhere(latest.policy_version)
+        self._note_evaluation(store, "after", await self._evaluate("after"))
+
+    async def _unless_stopped(self, evaluation: Coroutine[Any, Any, None], *, label: str) -> None:
+        """Evaluate until the user asks for the end; what was evaluated until then is left."""
+        work, stop = asyncio.ensure_future(evaluation), asyncio.ensure_future(self.stopping.wait())
+        try:
+            await asyncio.wait({work, stop}, return_when=asyncio.FIRST_COMPLETED)
+            if work.done():
+                work.result()
+            else:
+                self.reporter.event("evaluation_skipped", label=label, reason="the user asked for the end")
+        finally:
+            for task in (work, stop):
+                task.cancel()
+            await asyncio.gather(work, stop, return_exceptions=True)
 
     async def _load_everywhere(self, policy_version: int) -> None:
         """Load a version wherever somebody serves; a replica that is lost meanwhile comes back with the newest."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Mapping
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from typing import Any, Protocol, TypeVar
 
 import grpc
@@ -144,6 +146,7 @@ class GrpcUpstream:
         self.address = address
         self._metadata = None if token is None else (("authorization", bearer(token)),)
         self._channel = channel_to(address, tls=tls)
+        self._closed = False
         self._calls: dict[str, Any] = {
             name: self._channel.unary_unary(f"/{SERVICE}/{name}")
             for name in ("Generate", "Abort", "Score", "Status", "LoadWeights")
@@ -152,19 +155,15 @@ class GrpcUpstream:
 
     async def generate(self, data: bytes, *, timeout_s: float) -> bytes:
         """Return a serialized reply in one piece."""
-        try:
-            return await self._calls["Generate"](data, timeout=timeout_s, metadata=self._metadata)
-        except grpc.aio.AioRpcError as error:
-            raise self._failed(error, asked="Generate") from error
+        return await self._call("Generate", data, timeout_s=timeout_s)
 
     async def stream(self, data: bytes, *, timeout_s: float) -> AsyncGenerator[bytes, None]:
         """Yield the serialized events of a request; closing the iterator cancels the request."""
         call = self._stream(data, timeout=timeout_s, metadata=self._metadata)
         try:
-            async for event in call:
-                yield event
-        except grpc.aio.AioRpcError as error:
-            raise self._failed(error, asked="GenerateStream") from error
+            with self._errors("GenerateStream"):
+                async for event in call:
+                    yield event
         finally:
             call.cancel()
 
@@ -189,13 +188,26 @@ class GrpcUpstream:
 
     async def close(self) -> None:
         """End the connection, and all calls with it."""
+        self._closed = True
         await self._channel.close()
 
     async def _call(self, name: str, data: bytes, *, timeout_s: float) -> bytes:
-        try:
+        with self._errors(name):
             return await self._calls[name](data, timeout=timeout_s, metadata=self._metadata)
+
+    @contextlib.contextmanager
+    def _errors(self, asked: str) -> Iterator[None]:
+        try:
+            yield
         except grpc.aio.AioRpcError as error:
-            raise self._failed(error, asked=name) from error
+            raise self._failed(error, asked=asked) from error
+        except asyncio.CancelledError:
+            # A channel that is closed cancels its calls, not those who wait for them.
+            task = asyncio.current_task()
+            if not self._closed or (task is not None and task.cancelling()):
+                raise
+            gone = EngineDead(f"{asked} to the replica at {self.address} ended: it left the router's list meanwhile")
+            raise UpstreamError(gone, Ended.LOST) from None
 
     def _failed(self, error: grpc.aio.AioRpcError, *, asked: str) -> UpstreamError:
         metadata: Mapping[str, str] = {str(key): str(value) for key, value in error.trailing_metadata() or ()}
