@@ -51,6 +51,10 @@ class RouterSettings(Section):
     go anywhere."""
     max_queue: int = knob(8192, unit="samples", raising="fewer refusals", lowering="shorter waits, less memory", ge=0)
     """Samples that wait in the router; more are refused with RESOURCE_EXHAUSTED (429) and a time to ask again."""
+    max_siblings: int = knob(
+        256, unit="samples", raising="larger groups in one call", lowering="smaller groups in one call", ge=1
+    )
+    """Samples of one call (`siblings`, `n`); the replicas have a limit of their own."""
     queue_wait_s: float = knob(
         60.0, unit="s", raising="fewer refusals while replicas are short", lowering="earlier refusals", gt=0
     )

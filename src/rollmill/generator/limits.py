@@ -31,9 +31,9 @@ def check_limits(request: GenerateRequest, *, siblings: int, limits: LimitSettin
             _id_problem("job", request.job, limits=limits),
             _id_problem("adapter", request.adapter, limits=limits),
             None if siblings >= 1 else f"{siblings} samples were asked for; ask for 1 or more",
-            _over("samples of one call", siblings, limit=limits.max_siblings, name="max_siblings"),
-            _over("prompt tokens", tokens, limit=limits.max_prompt_tokens, name="max_prompt_tokens"),
-            _over("new tokens", asked, limit=limits.max_new_tokens, name="max_new_tokens"),
+            _over("samples of one call", siblings, limit=limits.max_siblings, name="generator.limits.max_siblings"),
+            _over("prompt tokens", tokens, limit=limits.max_prompt_tokens, name="generator.limits.max_prompt_tokens"),
+            _over("new tokens", asked, limit=limits.max_new_tokens, name="generator.limits.max_new_tokens"),
         )
         if problem is not None
     ]
@@ -43,7 +43,7 @@ def check_limits(request: GenerateRequest, *, siblings: int, limits: LimitSettin
 
 
 def check_message(message: pb.GenerateRequest, *, limits: LimitSettings) -> None:
-    """Refuse what a message asks for before anything is made of it: how many samples, and how long its names are.
+    """Refuse what a message asks of a router before anything is made of it: its samples, and how long its names are.
 
     Raises:
         DataError: with the numbers, naming every limit that it is over.
@@ -52,7 +52,7 @@ def check_message(message: pb.GenerateRequest, *, limits: LimitSettings) -> None
     found = (
         _id_problem("request_id", message.request_id, limits=limits, required=True),
         *(_id_problem(name, getattr(message, name), limits=limits) for name in names),
-        _over("samples of one call", message.siblings or 1, limit=limits.max_siblings, name="max_siblings"),
+        _over("samples of one call", message.siblings or 1, limit=limits.max_siblings, name="router.max_siblings"),
     )
     problems = [problem for problem in found if problem is not None]
     if problems:
@@ -64,13 +64,18 @@ def check_message(message: pb.GenerateRequest, *, limits: LimitSettings) -> None
 def _id_problem(what: str, value: str, *, limits: LimitSettings, required: bool = False) -> str | None:
     if required and not value:
         return f"it has no {what}; give one that no other living request has"
-    return _over(f"characters in {what}", len(value), limit=limits.max_request_id_chars, name="max_request_id_chars")
+    return _over(
+        f"characters in {what}",
+        len(value),
+        limit=limits.max_request_id_chars,
+        name="generator.limits.max_request_id_chars",
+    )
 
 
 def _over(what: str, value: int, *, limit: int | None, name: str) -> str | None:
     if limit is None or value <= limit:
         return None
-    return f"{value} {what}, and generator.limits.{name} is {limit}"
+    return f"{value} {what}, and {name} is {limit}"
 
 
 class Places:

@@ -114,7 +114,9 @@ async def _route(
         clock=SystemClock(),
         codec=codec,
         # What waits is the law's to bound; the transport only needs room for it, and for what runs.
-        limits=LimitSettings(max_requests=max(options.settings.max_queue, 1) + 8192),
+        limits=LimitSettings(
+            max_requests=max(options.settings.max_queue, 1) + 8192, max_siblings=options.settings.max_siblings
+        ),
         models=names,
     )
 

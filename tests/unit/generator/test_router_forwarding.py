@@ -335,7 +335,7 @@ def test_what_a_small_message_asks_too_much_of_is_refused_before_anything_is_mad
     async def test(clock):
         fleet = Fixture("a", clock=clock)
         for changes, words in (
-            ({"siblings": 2**31 - 1}, "max_siblings"),
+            ({"siblings": 2**31 - 1}, "router.max_siblings is 256"),
             ({"session_id": "x" * 10_000}, "max_request_id_chars"),
         ):
             error = await _error(fleet.generate(message("r", **changes)))
