@@ -232,3 +232,19 @@ def test_a_measure_that_a_power_cut_emptied_is_told_in_the_summary_and_counts_as
     assert read_all(layout.processes, "segment.*.json", Segment) == []
     (said,) = damaged_measures(layout)
     assert said.startswith("segment.1.json is damaged")
+
+
+def test_a_run_that_goes_on_has_no_end_any_more(tmp_path: Path) -> None:
+    layout = a_run(tmp_path, steps=2)
+    checkpoint(layout, 2, "g1", "g2")
+    store = SqliteStore(layout.store)
+    for key, value in (("finish_reason", "steps_done"), ("eval:after", {"n": 8}), ("eval:before", {"n": 8})):
+        store.set_note(key, value)
+    store.close()
+    next_incarnation(layout)
+    store = SqliteStore(layout.store)
+    try:
+        assert (store.note("finish_reason"), store.note("eval:after")) == (None, None)
+        assert store.note("eval:before") == {"n": 8}
+    finally:
+        store.close()
