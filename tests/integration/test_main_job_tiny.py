@@ -122,9 +122,10 @@ def test_ctrl_c_while_replicas_start_does_not_wait_for_them(tmp_path: Path) -> N
 
 
 def test_ctrl_c_during_the_evaluation_at_the_end_leaves_it_and_keeps_the_run(tmp_path: Path) -> None:
-    config = write_config(tmp_path, steps=1)
-    many = ["--set", "environment.heldout_size=3000", "--set", "evaluation.at_start=false"]
-    process = rollmill("train", str(config), *many)
+    many = {"environment.pool_size": 15000, "environment.heldout_size": 1500, "environment.heldout_fraction": 0.3}
+    options = [f"--set={key}={value}" for key, value in many.items()]
+    config = str(write_config(tmp_path, steps=1))
+    process = rollmill("train", config, *options, "--set=evaluation.at_start=false")
     run = tmp_path / "runs" / "tiny"
     wait_until(lambda: '"finished"' in text_of(run / "events.jsonl"), process)
     process.send_signal(signal.SIGINT)
@@ -132,7 +133,7 @@ def test_ctrl_c_during_the_evaluation_at_the_end_leaves_it_and_keeps_the_run(tmp
     assert status == 130, err
     assert "the user asked for the end" in text_of(run / "events.jsonl")
     summary = json.loads((run / "summary.json").read_text())
-    assert (summary["steps"], summary["eval_after"]) == (1, None)
+    assert (summary["steps"], summary["eval"]["after"]) == (1, None)
     assert processes_of(run) == []
     check_books(summary)
 

@@ -22,6 +22,7 @@ from typing import Any
 import psutil
 import pytest
 
+from rollmill.clock import SystemClock
 from rollmill.errors import SandboxDead, SandboxError
 from rollmill.sandboxes import Culprit, DeathReason, NamespaceProvider, NamespaceSettings, SandboxState
 from rollmill.sandboxes.disk_records import DiskRecords, ProcessMark, is_alive, mark_of
@@ -368,13 +369,21 @@ def test_after_a_kill_of_an_owner_with_leases_one_sweep_of_the_next_leaves_no_ro
     assert kept > ROUNDS // 10
 
 
+class AfterTheGrace(SystemClock):
+    """When no creation of the owner before can go on any more."""
+
+    def wall_s(self) -> float:
+        return super().wall_s() + KeeperSettings(name="any", provider="any").grace_s
+
+
 async def next_owner(root: Path, *, turn: int) -> int:
     """Sweep once, with a provider that has swept at its start; return how many rollouts could go on."""
     settings = NamespaceSettings(directory=root / "records", snapshot_directory=root / "snapshots")
     table = LeaseTable(root / "leases.sqlite")
     kept = 0
     async with NamespaceProvider(settings) as provider:
-        keeper = Keeper(table, provider, settings=KeeperSettings(name="rounds", provider="here"), owner="next")
+        settled = KeeperSettings(name="rounds", provider="here")
+        keeper = Keeper(table, provider, settings=settled, owner="next", clock=AfterTheGrace())
         await keeper.sweep()
         rows = table.rows()
         stored = {one.snapshot_id for one in await provider.snapshots()}
