@@ -157,8 +157,21 @@ def test_a_truncated_manifest_is_an_error_that_names_the_file(repository, tmp_pa
     publish(repository)
     path = tmp_path / "weights" / "manifests" / "v000001.json"
     path.write_bytes(path.read_bytes()[:-40])
+    again = reopened(repository, tmp_path)
     with pytest.raises(WeightError, match=r"v000001\.json is damaged"):
-        reopened(repository, tmp_path).latest()
+        again.manifest(1)
+
+
+def test_a_damaged_manifest_is_no_latest_version_and_costs_itself_alone(repository, tmp_path):
+    publish(repository)
+    publish(repository)
+    path = tmp_path / "weights" / "manifests" / "v000002.json"
+    path.write_bytes(path.read_bytes()[:-40])
+    again = reopened(repository, tmp_path)
+    assert again.latest().policy_version == 1
+    assert [one.policy_version for one in again.manifests()] == [1]
+    # Its number stays taken.
+    assert publish(again).policy_version == 3
 
 
 def test_an_edited_manifest_is_an_error(repository, tmp_path):
