@@ -15,8 +15,13 @@ _OLD = 0.8
 MIN_RETRY_S, MAX_RETRY_S = 0.1, 60.0
 
 
-def check_limits(request: GenerateRequest, *, siblings: int, limits: LimitSettings) -> None:
+def check_limits(
+    request: GenerateRequest, *, siblings: int, limits: LimitSettings, setting: str = "generator.limits.max_siblings"
+) -> None:
     """Refuse a request that asks for more than one request may.
+
+    Args:
+        setting: that bounds the siblings.
 
     Raises:
         DataError: with the numbers, naming every limit that it is over.
@@ -31,7 +36,7 @@ def check_limits(request: GenerateRequest, *, siblings: int, limits: LimitSettin
             _id_problem("job", request.job, limits=limits),
             _id_problem("adapter", request.adapter, limits=limits),
             None if siblings >= 1 else f"{siblings} samples were asked for; ask for 1 or more",
-            _over("samples of one call", siblings, limit=limits.max_siblings, name="generator.limits.max_siblings"),
+            _over("samples of one call", siblings, limit=limits.max_siblings, name=setting),
             _over("prompt tokens", tokens, limit=limits.max_prompt_tokens, name="generator.limits.max_prompt_tokens"),
             _over("new tokens", asked, limit=limits.max_new_tokens, name="generator.limits.max_new_tokens"),
         )

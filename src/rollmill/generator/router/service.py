@@ -171,7 +171,7 @@ class RouterService:
         self, request: GenerateRequest, *, siblings: int = 1, listener: Listener | None = None
     ) -> list[Turn]:
         """Return one turn for each sibling; see `InferenceService.generate`."""
-        check_limits(request, siblings=siblings, limits=self.limits)
+        check_limits(request, siblings=siblings, limits=self.limits, setting="router.max_siblings")
         try:
             data = request_to_message(request, siblings=siblings).SerializeToString()
         except ValueError as error:  # a number that the message has no room for
