@@ -16,6 +16,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default=2,
         help="processes killed by each test of tests/integration/test_kill_rounds.py",
     )
+    group.addoption(
+        "--sandbox-rounds",
+        type=int,
+        default=20,
+        help="kills of each test of tests/integration/test_sandbox_crashes.py at a random moment",
+    )
     group.addoption("--kill-seed", type=int, default=1, help="first seed of those tests; a failure prints its own")
     group.addoption("--kill-result", default="", help="write what happened to this JSON file")
 

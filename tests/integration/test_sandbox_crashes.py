@@ -1,4 +1,7 @@
-"""SIGKILL of the owner, the zygote or both, at any moment: after one sweep nothing is left of their sandboxes."""
+"""SIGKILL of the owner, the zygote or both, at any moment: after one sweep nothing is left of their sandboxes.
+
+`pytest -m slow tests/integration/test_sandbox_crashes.py --sandbox-rounds 100` kills a hundred times in each test.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,11 @@ from sandbox_builders import real_rig, start, until, why_no_namespaces
 pytestmark = pytest.mark.integration
 
 OWNER = Path(__file__).with_name("sandbox_owner.py")
-ROUNDS = 100
+
+
+@pytest.fixture
+def rounds(request: pytest.FixtureRequest) -> int:
+    return request.config.getoption("--sandbox-rounds")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -236,9 +243,9 @@ def _fail(_: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_after_a_kill_at_a_random_moment_one_sweep_leaves_nothing(tmp_path):
+def test_after_a_kill_at_a_random_moment_one_sweep_leaves_nothing(tmp_path, rounds):
     draw = random.Random(5)
-    for turn in range(ROUNDS):
+    for turn in range(rounds):
         owner = Owner(tmp_path / str(turn), f"r{turn}", count=50)
         # From before the zygote runs until some sandboxes work.
         time.sleep(draw.uniform(0.1, 1.2))
@@ -334,10 +341,10 @@ TOKEN = "sesame-open-sesame"
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_after_a_kill_of_the_service_at_a_random_moment_one_sweep_leaves_nothing(tmp_path):
+def test_after_a_kill_of_the_service_at_a_random_moment_one_sweep_leaves_nothing(tmp_path, rounds):
     draw = random.Random(6)
     calls = 0
-    for turn in range(ROUNDS):
+    for turn in range(rounds):
         service = Service(tmp_path / str(turn))
         if draw.random() < 0.8:
             service.call(turn)
@@ -348,16 +355,16 @@ def test_after_a_kill_of_the_service_at_a_random_moment_one_sweep_leaves_nothing
         calls += service.calls
         swept_once(service.directory, marks, turn=turn)
         nothing_left(service, marks)
-    assert calls > 10 * ROUNDS
+    assert calls > 10 * rounds
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_after_a_kill_of_an_owner_with_leases_one_sweep_of_the_next_leaves_no_row_without_a_sandbox(tmp_path):
+def test_after_a_kill_of_an_owner_with_leases_one_sweep_of_the_next_leaves_no_row_without_a_sandbox(tmp_path, rounds):
     """Rows are written before sandboxes are made, and some sandboxes are stored: whatever is cut in half is cleared."""
     draw = random.Random(7)
     kept = 0
-    for turn in range(ROUNDS):
+    for turn in range(rounds):
         root = tmp_path / str(turn)
         root.mkdir()
         owner = Owner(root / "records", "leases", count=turn)
@@ -366,7 +373,7 @@ def test_after_a_kill_of_an_owner_with_leases_one_sweep_of_the_next_leaves_no_ro
         eventually(lambda marks=marks: not any(map(is_alive, marks)))
         kept += asyncio.run(next_owner(root, turn=turn))
         nothing_left(owner, marks)
-    assert kept > ROUNDS // 10
+    assert kept > rounds // 10
 
 
 class AfterTheGrace(SystemClock):
