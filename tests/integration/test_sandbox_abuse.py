@@ -303,6 +303,7 @@ def test_the_agent_cannot_be_bounded_or_starved(rig):
     assert rig.run(body) == (b"EPERM\n", b"alive\n")
 
 
+@pytest.mark.skipif(not AS_ROOT, reason="a plain user cannot put a program in the place of python3 inside")
 def test_what_pretends_to_be_the_fork_server_ends_nothing_but_its_own_jobs(rig):
     liar = (
         "#!/usr/bin/python3.11 -I\n"
