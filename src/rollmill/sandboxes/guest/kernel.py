@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import os
 import platform
 import struct
@@ -183,7 +184,35 @@ def open_without_links(path: str, flags: int, mode: int = 0, *, within: int = _A
         OSError: ELOOP where one is.
     """
     packed = struct.pack("QQQ", flags | os.O_CLOEXEC, mode if flags & os.O_CREAT else 0, _RESOLVE_NO_SYMLINKS)
-    return syscall("openat2", within, os.fsencode(path), packed, len(packed))
+    try:
+        return syscall("openat2", within, os.fsencode(path), packed, len(packed))
+    except OSError as error:
+        if error.errno != errno.ENOSYS:
+            raise
+    return _walk_without_links(path, flags, mode, within=within)
+
+
+def _walk_without_links(path: str, flags: int, mode: int, *, within: int) -> int:
+    """Do the same part by part, for a kernel without that call, as gVisor's."""
+    walked = os.O_RDONLY | os.O_DIRECTORY
+    *above, last = [part for part in path.split("/") if part] or ["."]
+    here = os.open("/" if path.startswith("/") else ".", walked, dir_fd=None if within == _AT_FDCWD else within)
+    try:
+        for part in above:
+            upper, here = here, _open_no_link(part, walked, 0, within=here)
+            os.close(upper)
+        return _open_no_link(last, flags, mode, within=here)
+    finally:
+        os.close(here)
+
+
+def _open_no_link(name: str, flags: int, mode: int, *, within: int) -> int:
+    opened = os.open(name, flags | os.O_NOFOLLOW | os.O_CLOEXEC, mode, dir_fd=within)
+    # gVisor opens a link to a directory in spite of the flag.
+    if not os.path.samestat(os.stat(name, dir_fd=within, follow_symlinks=False), os.fstat(opened)):
+        os.close(opened)
+        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), name)
+    return opened
 
 
 @contextlib.contextmanager
@@ -191,9 +220,17 @@ def acting_as(uid: int, gid: int) -> Iterator[None]:
     """Reach files with the rights of another user, and no others, for a moment."""
     _libc.setfsgid(gid)
     _libc.setfsuid(uid)
+    # A kernel without these calls, as gVisor's, has none that fail loudly either: there the effective ids are changed.
+    has_none = _libc.setfsuid(-1) != uid
+    if has_none:
+        os.setegid(gid)
+        os.seteuid(uid)
     try:
         yield
     finally:
+        if has_none:
+            os.seteuid(0)
+            os.setegid(0)
         _libc.setfsuid(0)
         _libc.setfsgid(0)
         # The kernel takes such a change for one of credentials.
