@@ -44,13 +44,16 @@ def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealRig]:
 
 
 def end_of(
-    rig: RealRig, folder: Path, attack: Callable[[Sandbox], Awaitable[Any]]
+    rig: RealRig,
+    folder: Path,
+    attack: Callable[[Sandbox], Awaitable[Any]],
+    settings: WatchdogSettings = QUICK,
 ) -> tuple[Sandbox, KillReport, dict[str, Any]]:
     """Attack a sandbox from inside until the watchdog ends it; return it, the report and the evidence."""
 
     async def body(provider: Provider) -> tuple[Sandbox, KillReport]:
         assert isinstance(provider, NamespaceProvider)
-        watchdog = Watchdog(NamespaceOverseen(provider), evidence=DiskEvidence(folder), settings=QUICK)
+        watchdog = Watchdog(NamespaceOverseen(provider), evidence=DiskEvidence(folder), settings=settings)
         bystander = await start(provider)
         async with watchdog, asyncio.TaskGroup() as group:
             victim = await start(provider)
@@ -166,15 +169,14 @@ while True:
 
 @needs_root
 def test_a_memory_bomb_that_is_started_again_and_again_is_ended(rig, tmp_path):
+    # With more patience for memory that is full, the kernel's kills are what ends it, also on a machine that is slow.
+    patient = msgspec.structs.replace(QUICK, full_s=4.0)
     victim, report, evidence = end_of(
-        rig, tmp_path, lambda sandbox: sandbox.exec(["sh", "-c", MEMORY_BOMB], timeout_s=30.0)
+        rig, tmp_path, lambda sandbox: sandbox.exec(["sh", "-c", MEMORY_BOMB], timeout_s=30.0), patient
     )
     check(victim, report, evidence, reason=DeathReason.POLICY_MEMORY)
     assert max(one["memory_bytes"] or 0 for one in evidence["samples"]) <= LIMITS.memory_bytes
-    last = evidence["samples"][-1]
-    # On a machine that is slow to kill it, its wait for memory that it cannot have is seen first.
-    full = (last["memory_bytes"] or 0) >= QUICK.full_share * LIMITS.memory_bytes
-    assert last["oom_kills"] >= QUICK.oom_kills or full
+    assert evidence["samples"][-1]["oom_kills"] >= QUICK.oom_kills
 
 
 def test_floods_of_output_are_held_by_the_cap_of_a_command_and_end_its_sandbox(rig, tmp_path):

@@ -220,15 +220,15 @@ def acting_as(uid: int, gid: int) -> Iterator[None]:
     """Reach files with the rights of another user, and no others, for a moment."""
     _libc.setfsgid(gid)
     _libc.setfsuid(uid)
-    # A kernel without these calls, as gVisor's, has none that fail loudly either: there the effective ids are changed.
-    has_none = _libc.setfsuid(-1) != uid
-    if has_none:
-        os.setegid(gid)
-        os.seteuid(uid)
+    # These two tell no failure. A kernel that lacks them, as gVisor's, has the effective ids.
+    lacks_them = _libc.setfsuid(-1) != uid
     try:
+        if lacks_them:
+            os.setegid(gid)
+            os.seteuid(uid)
         yield
     finally:
-        if has_none:
+        if lacks_them:
             os.seteuid(0)
             os.setegid(0)
         _libc.setfsuid(0)
