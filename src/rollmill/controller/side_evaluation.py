@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import Protocol
 
 import msgspec
@@ -79,6 +79,21 @@ def labels_due(*, at_start: bool, every_steps: int, steps: int, began_at: int, d
         first = began_at - began_at % every_steps + every_steps
         labels.update((step, f"step-{step}") for step in range(first, steps, every_steps))
     return {step: label for step, label in labels.items() if label not in done}
+
+
+def due_labels(labels: Mapping[int, str], *, loaded_step: int) -> tuple[tuple[str, ...], str | None]:
+    """Return which evaluations training has overtaken, and which one is due, if any: the newest that is loaded.
+
+    Args:
+        labels: optimizer step -> label of those that are not made yet.
+        loaded_step: optimizer step that every replica serves or has passed.
+
+    Example:
+        >>> due_labels({4: "step-4", 8: "step-8", 12: "step-12"}, loaded_step=9)
+        (('step-4',), 'step-8')
+    """
+    due = [labels[step] for step in sorted(labels) if step <= loaded_step]
+    return tuple(due[:-1]), due[-1] if due else None
 
 
 def due_versions(

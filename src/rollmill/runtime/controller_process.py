@@ -22,7 +22,7 @@ from rollmill.controller.evaluation import EvaluationResult, Generate
 from rollmill.controller.replicas import ReplicaLost
 from rollmill.controller.reporting import RunReporter
 from rollmill.controller.shell import Controller
-from rollmill.controller.side_evaluation import BEFORE, SideEvaluations, labels_due
+from rollmill.controller.side_evaluation import BEFORE, SideEvaluations, due_labels, labels_due
 from rollmill.controller.translate import scheduler_settings
 from rollmill.environments.protocol import Environment
 from rollmill.environments.single_turn import run_rollout
@@ -397,37 +397,22 @@ class _Run:
         if settings.replica == "own":
             await self._evaluate_beside(store)
             return
-        began_at = self.context.incarnation.optimizer_step
-        # A run that was stopped before this evaluation ended cannot make it up once it has trained.
-        if settings.at_start and began_at == 0 and store.note("eval:before") is None:
-            self._note_evaluation(store, "before", await self._evaluate("before"))
-        if settings.every_steps == 0:
-            return
-        due = began_at - began_at % settings.every_steps + settings.every_steps
-        while self._goes_on and self._is_evaluated(store, due):
-            due += settings.every_steps
-        while due < self.config.run.steps and not self.controller.finished.done():
-            loaded = self.controller.scheduler.view().loaded_step
-            if loaded < due:
+        labels = self._labels_due(store)
+        while labels and not self.controller.finished.done():
+            loaded_step = self.controller.scheduler.view().loaded_step
+            overtaken, due = due_labels(labels, loaded_step=loaded_step)
+            if due is None:
                 await self._ring_or(1.0)
                 continue
-            while due + settings.every_steps <= min(loaded, self.config.run.steps - 1):
-                why = f"step {loaded} was loaded by the time that the evaluation before it had ended"
-                self.reporter.event("evaluation_skipped", label=f"step-{due}", reason=why)
-                due += settings.every_steps
-            self._note_evaluation(store, f"step-{due}", await self._evaluate(f"step-{due}"))
-            due += settings.every_steps
+            labels = {step: label for step, label in labels.items() if label not in (*overtaken, due)}
+            for label in overtaken:
+                why = f"step {loaded_step} was loaded by the time that the evaluation before it had ended"
+                self.reporter.event("evaluation_skipped", label=label, reason=why)
+            self._note_evaluation(store, due, await self._evaluate(due))
 
     async def _evaluate_beside(self, store: SqliteStore) -> None:
         """Evaluate what is due with a replica of its own, while newer versions are trained and loaded."""
-        settings, incarnation = self.config.evaluation, self.context.incarnation
-        labels = labels_due(
-            at_start=settings.at_start,
-            every_steps=settings.every_steps,
-            steps=self.config.run.steps,
-            began_at=incarnation.optimizer_step,
-            done=self._evaluated_labels(store),
-        )
+        incarnation = self.context.incarnation
         evaluator = Evaluator(
             config=self.config,
             layout=self.layout,
@@ -438,7 +423,7 @@ class _Run:
             ask_all=self._ask_beside,
         )
         side = SideEvaluations(
-            labels=labels,
+            labels=self._labels_due(store),
             history_id=incarnation.history_id,
             holder=self.repository,
             ask=evaluator.ask,
@@ -464,6 +449,16 @@ class _Run:
             clock=self.clock,
             label=f"eval-{label}",
             replicas=1,
+        )
+
+    def _labels_due(self, store: SqliteStore) -> dict[int, str]:
+        settings = self.config.evaluation
+        return labels_due(
+            at_start=settings.at_start,
+            every_steps=settings.every_steps,
+            steps=self.config.run.steps,
+            began_at=self.context.incarnation.optimizer_step,
+            done=self._evaluated_labels(store),
         )
 
     def _evaluated_labels(self, store: SqliteStore) -> set[str]:

@@ -10,7 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollmill.controller.evaluation import EvaluationResult
-from rollmill.controller.side_evaluation import DueVersion, EvaluatorLost, SideEvaluations, due_versions, labels_due
+from rollmill.controller.side_evaluation import (
+    DueVersion,
+    EvaluatorLost,
+    SideEvaluations,
+    due_labels,
+    due_versions,
+    labels_due,
+)
 from rollmill.errors import DeadlineExceeded, WeightError
 from rollmill.testing import fake_manifest, run_virtual
 from rollmill.types import WeightManifest
@@ -242,3 +249,18 @@ def test_every_due_version_is_evaluated_skipped_or_failed_and_none_stays_held(ev
             bench.kept.values(), [step + 1 for step, label in labels.items() if label in bench.kept], strict=True
         )
     )
+
+
+@pytest.mark.parametrize(
+    ("loaded_step", "expected"),
+    [
+        (-1, ((), None)),
+        (0, ((), "before")),
+        (3, ((), "before")),
+        (4, (("before",), "step-4")),
+        (99, (("before", "step-4"), "step-8")),
+    ],
+)
+def test_the_newest_evaluation_that_is_loaded_is_due_and_those_before_it_are_overtaken(loaded_step, expected):
+    labels = {8: "step-8", 0: "before", 4: "step-4"}
+    assert due_labels(labels, loaded_step=loaded_step) == expected
