@@ -409,6 +409,9 @@ class _Run:
                 why = f"step {loaded_step} was loaded by the time that the evaluation before it had ended"
                 self.reporter.event("evaluation_skipped", label=label, reason=why)
             self._note_evaluation(store, due, await self._evaluate(due))
+        for label in labels.values():
+            why = "the run's last step was trained before its version was loaded and its turn came"
+            self.reporter.event("evaluation_skipped", label=label, reason=why)
 
     async def _evaluate_beside(self, store: SqliteStore) -> None:
         """Evaluate what is due with a replica of its own, while newer versions are trained and loaded."""
