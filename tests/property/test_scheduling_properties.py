@@ -192,6 +192,14 @@ class AnythingHappens(RuleBasedStateMachine):
             if not self.world.replicas:
                 self.world.join("r0")
 
+    @precondition(lambda self: self.running)
+    @rule(slots=st.sampled_from([1, 5, 64]), known=st.booleans())
+    def a_fleet_grows_or_shrinks(self, slots: int, known: bool) -> None:
+        name = next(iter(self.world.replicas), "r0") if known else "nobody"
+        flights = dict(self.world.flights)
+        self.world.feed(ev.ReplicaResized(at_s=self.world.now_s, replica_id=name, slots=slots))
+        assert flights.keys() <= self.world.flights.keys()  # what runs already goes on
+
     @precondition(lambda self: self.running and len(self.world.replicas) < 3)
     @rule(name=st.integers(0, 99), behind=st.sampled_from([0, 0, 1, 3]))
     def a_replica_joins_perhaps_with_old_weights(self, name: int, behind: int) -> None:

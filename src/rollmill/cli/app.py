@@ -15,6 +15,7 @@ _COMMANDS = {
     "disaggregate": "rollmill.cli.disaggregate:disaggregate_command",
     "engine": "rollmill.cli.engine_commands:engine_group",
     "eval": "rollmill.cli.evaluate:evaluate_command",
+    "fleet": "rollmill.cli.fleet:fleet_group",
     "model": "rollmill.cli.model_commands:model_group",
     "router": "rollmill.cli.router:router_command",
     "sandbox": "rollmill.cli.sandbox:sandbox_group",

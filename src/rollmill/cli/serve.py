@@ -47,6 +47,13 @@ if TYPE_CHECKING:
     help="Run directory whose low-rank adapter is served beside the weights that it was trained on; may be repeated. "
     "Requests ask for it by NAME, LoadWeights takes later versions.",
 )
+@click.option(
+    "--wait-s",
+    default=0.0,
+    show_default=True,
+    type=click.FloatRange(min=0),
+    help="Seconds to wait for the first weights of --repository or --adapter, where the run is started later.",
+)
 @access_options
 @click.option("--http-port", default=0, type=click.IntRange(0, 65535), help="Port of HTTP; 0 lets the system choose.")
 @click.option("--no-http", is_flag=True, help="Serve gRPC alone.")
@@ -71,6 +78,7 @@ def serve_command(
     overrides: tuple[str, ...],
     repository: Path | None,
     adapters: tuple[str, ...],
+    wait_s: float,
     host: str,
     grpc_port: int,
     http_port: int,
@@ -98,7 +106,13 @@ def serve_command(
     )
     check_binding(host, access=access)
 
+    from rollmill.runtime.first_weights import await_first_weights
     from rollmill.runtime.serving import ServeOptions, serve_replica
+
+    named_adapters = _named(adapters)
+    for folder in (*(() if repository is None else (repository,)), *named_adapters.values()):
+        if wait_s:
+            await_first_weights(folder, deadline_s=wait_s, say=lambda text: click.echo(text, err=True))
 
     def announce(served: Served) -> None:
         if not as_json:
@@ -110,7 +124,7 @@ def serve_command(
         ServeOptions(
             config=config,
             repository=repository,
-            adapters=_named(adapters),
+            adapters=named_adapters,
             host=host,
             grpc_port=grpc_port,
             http_port=None if no_http else http_port,

@@ -10,8 +10,10 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 
-from rollmill.config.derive import has_evaluator
+from rollmill.config.addresses import is_loopback
+from rollmill.config.derive import has_evaluator, slots_of
 from rollmill.config.engines import WITH_WAVES, disobeyed
+from rollmill.config.fleet import FleetSettings
 from rollmill.config.schema import AlgorithmSettings, RollmillConfig, ScheduleSettings
 from rollmill.errors import ConfigError
 
@@ -316,23 +318,61 @@ def _host_kv(config: RollmillConfig) -> Iterator[str]:
         )
 
 
-RULES: tuple[Rule, ...] = (_sampling, _lengths, _groups, _deadlines, _algorithm, _data, _deterministic, _engine)
+def _fleet(config: RollmillConfig) -> Iterator[str]:
+    fleet = config.generator.fleet
+    if not fleet.address:
+        unchanged = FleetSettings()
+        for key in [key for key in FleetSettings.model_fields if getattr(fleet, key) != getattr(unchanged, key)]:
+            yield (
+                f"generator.fleet.{key} is set and generator.fleet.address is not: the run starts its own replicas. "
+                'Nearest valid values: generator.fleet.address "HOST:PORT", or leave the section out.'
+            )
+        return
+    host = fleet.address.rpartition(":")[0]
+    if not host:
+        yield (
+            f'generator.fleet.address is "{fleet.address}", which has no port. Nearest valid values: '
+            f'"{fleet.address}:50051".'
+        )
+    elif not is_loopback(host) and config.weights.transport != "file":
+        yield (
+            f'generator.fleet.address is "{fleet.address}", on another machine, and weights.transport is '
+            f'"{config.weights.transport}": shared memory ends at this one. Nearest valid values: weights.transport '
+            '"file", with run.directory on a file system that the fleet sees under the same path.'
+        )
+    if fleet.adapter and not config.trainer.lora_rank:
+        yield (
+            f'generator.fleet.adapter is "{fleet.adapter}" and trainer.lora_rank is 0: whole weights are trained, and '
+            "there is no adapter. Nearest valid values: trainer.lora_rank 16, or leave generator.fleet.adapter out."
+        )
+    if config.run.deterministic:
+        yield (
+            "run.deterministic is true and generator.fleet.address is set: which replica samples, beside whose "
+            "requests, would follow load. Nearest valid values: leave generator.fleet.address out, or "
+            "run.deterministic false."
+        )
+
+
+RULES: tuple[Rule, ...] = (
+    _sampling, _lengths, _groups, _deadlines, _algorithm, _data, _deterministic, _engine, _fleet
+)  # fmt: skip
 
 
 def _slots(config: RollmillConfig) -> Iterator[str]:
     generator, schedule = config.generator, config.schedule
-    slots = generator.replicas * generator.max_num_seqs
+    slots = slots_of(config)
     members = schedule.group_size + schedule.member_oversampling
-    if generator.max_num_seqs < members:
+    if generator.own_replicas and generator.max_num_seqs < members:
         yield (
             f"generator.max_num_seqs is {generator.max_num_seqs} and a group has {members} siblings: one group never "
             f"runs at once on a replica. Raise generator.max_num_seqs to {members} or more."
         )
     ceiling = int((schedule.max_staleness + 1) * schedule.batch_groups * schedule.group_oversampling) * members
     if slots > ceiling:
+        lower = "generator.max_num_seqs" if generator.own_replicas else "generator.fleet.slots"
         yield (
             f"{slots} slots, but at most {ceiling} rollouts may be promised: "
-            f"{slots - ceiling} slots stay empty. Lower generator.max_num_seqs or raise schedule.max_staleness."
+            f"{slots - ceiling} slots stay empty. Lower {lower} or raise schedule.max_staleness."
         )
     if schedule.member_oversampling > schedule.group_size:
         yield (
@@ -422,10 +462,10 @@ def _evaluation(config: RollmillConfig) -> Iterator[str]:
 
 
 def _threads(config: RollmillConfig, *, cores: int) -> Iterator[str]:
-    wanted = config.trainer.threads + config.generator.replicas * config.generator.threads
+    wanted = config.trainer.threads + config.generator.own_replicas * config.generator.threads
     if wanted > cores:
         yield (
-            f"{wanted} torch threads (trainer {config.trainer.threads}, generators {config.generator.replicas} x "
+            f"{wanted} torch threads (trainer {config.trainer.threads}, generators {config.generator.own_replicas} x "
             f"{config.generator.threads}) on {cores} cores: they will wait for one another. Use {cores} or fewer."
         )
 

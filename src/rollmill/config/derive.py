@@ -147,7 +147,7 @@ def derive(config: RollmillConfig, *, facts: Any = None) -> Derived:
         members_per_group=schedule.group_size + schedule.member_oversampling,
         stock_ceiling_rollouts=int((schedule.max_staleness + 1) * schedule.batch_groups * schedule.group_oversampling)
         * schedule.group_size,
-        slots=config.generator.replicas * config.generator.max_num_seqs,
+        slots=slots_of(config),
         tokens_per_step_at_most=_output_tokens(config),
         packed_tokens_per_step_at_most=_packed_tokens(config),
         kv_bytes_per_replica=None if model is None else _kv_bytes(config, model=model),
@@ -155,6 +155,14 @@ def derive(config: RollmillConfig, *, facts: Any = None) -> Derived:
         shared_bytes=None if model is None else _shared_bytes(config, model=model),
         memory=() if model is None else _memory(config, model=model),
     )
+
+
+def slots_of(config: RollmillConfig) -> int:
+    """Return how many rollouts run at once; 0 where a fleet says so only when it is asked."""
+    generator = config.generator
+    if generator.own_replicas:
+        return generator.own_replicas * generator.max_num_seqs
+    return generator.fleet.slots or 0
 
 
 def check_divisible(*, prompts: int, group_size: int, mini_batch_prompts: int, ranks: int) -> None:
@@ -276,7 +284,7 @@ def _memory(config: RollmillConfig, *, model: ModelFacts) -> tuple[Memory, ...]:
     staged = config.generator.stage_weights
     replicas = tuple(
         Memory(process=f"generator-{number}", parts=_generator_parts(config, model=model, staged=staged))
-        for number in range(config.generator.replicas)
+        for number in range(config.generator.own_replicas)
     )
     if has_evaluator(config):
         # Nobody waits for an answer of the evaluator while it loads: it makes nothing ready beside what it serves.

@@ -12,7 +12,7 @@ from typing import Literal
 from pydantic import ValidationError
 
 from rollmill.config.load import read_toml
-from rollmill.config.schema import Section, knob
+from rollmill.config.section import Section, knob
 from rollmill.errors import ConfigError
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1}

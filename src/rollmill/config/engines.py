@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from rollmill.config.schema import GeneratorSettings, Section
+from rollmill.config.schema import GeneratorSettings
+from rollmill.config.section import Section
 
 OBEYED_BY: dict[str, tuple[str, ...]] = {
     "kernels": ("embedded",),

@@ -21,7 +21,8 @@ from rollmill.config.load import (
     unknown_key_message,
     value_at,
 )
-from rollmill.config.schema import RollmillConfig, Section
+from rollmill.config.schema import RollmillConfig
+from rollmill.config.section import Section
 from rollmill.errors import ConfigError
 
 

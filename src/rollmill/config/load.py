@@ -22,7 +22,8 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from rollmill.config.checks import check
-from rollmill.config.schema import RollmillConfig, Section, TaskMix
+from rollmill.config.schema import RollmillConfig, TaskMix
+from rollmill.config.section import Section
 from rollmill.errors import ConfigError
 
 DEFAULT_ORIGIN = "default"

@@ -158,7 +158,7 @@ def _processes(config: RollmillConfig, *, derived: Derived) -> tuple[PlannedProc
         PlannedProcess(name="controller", count=1, threads=1, dtype="", memory_bytes=sizes.get("controller")),
         PlannedProcess(
             name="generator",
-            count=config.generator.replicas,
+            count=config.generator.own_replicas,
             threads=config.generator.threads,
             dtype=resolve_dtype(config.generator.dtype),
             memory_bytes=sizes.get("generator-0"),

@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from pydantic import ValidationError
 
-from rollmill.config.schema import Section, knob
+from rollmill.config.section import Section, knob
 from rollmill.errors import ConfigError
 
 Priority = Literal["high", "normal", "low"]

@@ -9,19 +9,8 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
-
-
-def knob(default: Any, *, unit: str = "", raising: str = "", lowering: str = "", **constraints: Any) -> Any:
-    """Return a field with its unit and the effect of moving it, for `config explain`."""
-    extra: dict[str, Any] = {"unit": unit, "raising": raising, "lowering": lowering}
-    return Field(default, json_schema_extra=extra, **constraints)
-
-
-class Section(BaseModel):
-    """A frozen table of settings; unknown keys are an error."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, validate_default=True)
+from rollmill.config.fleet import FleetSettings
+from rollmill.config.section import Section, knob
 
 
 class RunSettings(Section):
@@ -365,6 +354,13 @@ class GeneratorSettings(Section):
     """Only with `engine = "sglang"`."""
     limits: LimitSettings = LimitSettings()
     """What one replica takes from its callers."""
+    fleet: FleetSettings = FleetSettings()
+    """Replicas that the run does not start, but finds at an address."""
+
+    @property
+    def own_replicas(self) -> int:
+        """Replica processes that the run starts itself; none where it is served by a fleet."""
+        return 0 if self.fleet.address else self.replicas
 
 
 class TrainerSettings(Section):

@@ -176,20 +176,23 @@ class GeneratorClient:
         message = pb.ScoreRequest(token_ids=token_ids.tolist(), what="reward")
         return (await self._call(self._stub.Score, message, deadline_s=self._control_deadline_s)).reward
 
-    async def load_weights(self, policy_version: int, *, deadline_s: float, adapter: str = "") -> LoadReport:
+    async def load_weights(
+        self, policy_version: int, *, deadline_s: float, adapter: str = "", job: str = ""
+    ) -> LoadReport:
         """Make the replica serve this version.
 
         Args:
             policy_version: of the weights, or of the adapter; of that 0 means the newest.
             deadline_s: longest wait.
             adapter: name of the adapter whose version it is; nobody else is touched then.
+            job: of a router: whose replicas.
 
         Raises:
             WeightMismatch: if a digest or the canary disagrees.
             WeightError: if the version cannot be had; the old one is served.
             ModelError: if the adapter is unknown there.
         """
-        message = pb.LoadWeightsRequest(policy_version=policy_version, adapter=adapter)
+        message = pb.LoadWeightsRequest(policy_version=policy_version, adapter=adapter, job=job)
         return report_from_message(await self._call(self._stub.LoadWeights, message, deadline_s=deadline_s))
 
     async def status(self) -> ReplicaStatus:

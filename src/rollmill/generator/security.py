@@ -14,11 +14,11 @@ Pure but for the reading of files; knows nothing of gRPC or HTTP.
 from __future__ import annotations
 
 import hmac
-import ipaddress
 from pathlib import Path
 
 import msgspec
 
+from rollmill.config.addresses import is_loopback
 from rollmill.errors import ConfigError
 
 MIN_TOKEN_CHARS = 16
@@ -112,21 +112,6 @@ def check_binding(host: str, *, access: Access) -> str | None:
             "--tls-key unless the network is trusted"
         )
     return None
-
-
-def is_loopback(host: str) -> bool:
-    """Return whether only this machine reaches an interface.
-
-    Example:
-        >>> [is_loopback(host) for host in ("localhost", "127.0.0.53", "::1", "0.0.0.0", "::", "node-1")]
-        [True, True, True, False, False, False]
-    """
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return False
 
 
 def address_of(host: str, port: int) -> str:

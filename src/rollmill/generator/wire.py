@@ -68,11 +68,30 @@ class LoadReport(msgspec.Struct, frozen=True, kw_only=True):
         return {name: round(getattr(self, name), 4) for name in names}
 
 
+class FleetMember(msgspec.Struct, frozen=True, kw_only=True):
+    """One replica as its router sees it.
+
+    Attributes:
+        state: unknown, joining, serving, dirty, draining, dead or leaving.
+        places: samples that it holds at once.
+        jobs: that it serves alone; all if empty.
+    """
+
+    replica: str
+    state: str
+    reason: str
+    policy_version: int
+    digest: str
+    places: int
+    jobs: tuple[str, ...] = ()
+
+
 class ReplicaStatus(msgspec.Struct, frozen=True, kw_only=True):
     """What a replica says of itself; fields as in `EngineInfo` and `EngineLoad`.
 
     Attributes:
         finished_turns: turns that ended since the replica began.
+        members: of a router: its replicas. The other fields are sums over them.
     """
 
     state: ReplicaState
@@ -96,6 +115,7 @@ class ReplicaStatus(msgspec.Struct, frozen=True, kw_only=True):
     guessed_tokens: int = 0
     accepted_tokens: int = 0
     adapters: tuple[AdapterInfo, ...] = ()
+    members: tuple[FleetMember, ...] = ()
 
 
 # -- generate
@@ -436,18 +456,32 @@ def status_to_message(status: ReplicaStatus) -> pb.StatusReply:
     """Return the message of a status."""
     tier = None if status.host_kv is None else pb.HostKv(**msgspec.structs.asdict(status.host_kv))
     adapters = [pb.AdapterStatus(**msgspec.structs.asdict(one)) for one in status.adapters]
-    made = {"state": status.state.value, "host_kv": tier, "adapters": adapters}
-    return pb.StatusReply(**{**msgspec.structs.asdict(status), **made})
+    members = [pb.FleetMember(**msgspec.structs.asdict(one)) for one in status.members]
+    made = {"state": status.state.value, "host_kv": tier, "adapters": adapters, "replicas": members}
+    fields = {name: value for name, value in msgspec.structs.asdict(status).items() if name != "members"}
+    return pb.StatusReply(**{**fields, **made})
 
 
 def status_from_message(message: pb.StatusReply) -> ReplicaStatus:
     """Return the status of a message."""
-    fields = {name: getattr(message, name) for name in ReplicaStatus.__struct_fields__}
+    fields = {name: getattr(message, name) for name in ReplicaStatus.__struct_fields__ if name != "members"}
     tier = None
     if message.HasField("host_kv"):
         tier = HostKvLoad(**{name: getattr(message.host_kv, name) for name in HostKvLoad.__struct_fields__})
     adapters = tuple(
         AdapterInfo(name=one.name, policy_version=one.policy_version, digest=one.digest) for one in message.adapters
     )
-    made = {"state": ReplicaState(message.state), "seconds": dict(message.seconds)}
+    members = tuple(
+        FleetMember(
+            replica=one.replica,
+            state=one.state,
+            reason=one.reason,
+            policy_version=one.policy_version,
+            digest=one.digest,
+            places=one.places,
+            jobs=tuple(one.jobs),
+        )
+        for one in message.replicas
+    )
+    made = {"state": ReplicaState(message.state), "seconds": dict(message.seconds), "members": members}
     return ReplicaStatus(**{**fields, **made, "host_kv": tier, "adapters": adapters})

@@ -2,10 +2,11 @@
 
 Decides nothing about restarts; the supervisor does. A replica joins only after it has proven the weights it serves, and
 only with weights of the run's present history. A replica that lives but serves nothing is ended here, so that it comes
-back like any other.
+back like any other. A fleet (`generator.fleet`) stands in the rotation as one replica; nobody here starts or ends it.
 
     Waits for                          Woken by          Gives up after
     the address of a new replica       its tick          REPLICA_DEADLINE_S, or whoever restarts it gives up
+    a fleet that serves this run       its tick          fleet.lost_deadline_s
     a status                           reply             two answers missed in a row
     the end of a replica that was lost its tick          LOST_GRACE_S, then ends it
 """
@@ -23,21 +24,23 @@ import msgspec
 import psutil
 
 from rollmill.clock import Clock
+from rollmill.config.fleet import FleetSettings
 from rollmill.config.schema import RollmillConfig
 from rollmill.controller.replicas import Overtaken, ReplicaLost, ReplicaSet
 from rollmill.controller.shell import Controller, Reporter
-from rollmill.errors import DeadlineExceeded, EngineDead, Fault, ProducersGone, RollmillError, WeightError
+from rollmill.errors import DeadlineExceeded, EngineDead, Fault, NotServing, ProducersGone, RollmillError, WeightError
 from rollmill.generator.client import GeneratorClient
 from rollmill.generator.state import ReplicaState
 from rollmill.generator.wire import ReplicaStatus
 from rollmill.runtime.failure import record_of_error, write_record
+from rollmill.runtime.fleet import FLEET, FleetClient
 from rollmill.runtime.incarnation import Evaluating, Incarnation
 from rollmill.runtime.incarnation import read_record as read_run_record
 from rollmill.runtime.incarnation import write_record as write_run_record
 from rollmill.runtime.layout import ProcessLayout, replica_name
 from rollmill.runtime.losses import LossRecord, life_of, read_losses
 from rollmill.runtime.process import LIFE_VARIABLE
-from rollmill.scheduling.events import AfterLoss, ReplicaJoined
+from rollmill.scheduling.events import AfterLoss, ReplicaJoined, ReplicaResized
 from rollmill.weights.repository import LocalModelRepository
 
 REPLICA_DEADLINE_S = 300.0
@@ -46,10 +49,15 @@ REPLICA_DEADLINE_S = 300.0
 def replica_deadline_s(config: RollmillConfig) -> float:
     """Return how long a replica may take from its start until it serves."""
     generator = config.generator
+    if generator.fleet.address:
+        # Later than the watch's own deadline for it, whose words say what is missing.
+        return generator.fleet.lost_deadline_s + FLEET_PATIENCE_S
     server_s = {"vllm": generator.vllm.start_deadline_s, "sglang": generator.sglang.start_deadline_s}
     return REPLICA_DEADLINE_S + server_s.get(generator.engine, 0.0)
 
 
+FLEET_PATIENCE_S = 60.0
+FLEET_BACKOFF_S, FLEET_MAX_BACKOFF_S = 1.0, 15.0
 LOST_GRACE_S = 2.0
 """A replica whose channel broke is dead as a rule; the supervisor then knows why before this time is over."""
 LOST_STATES = (ReplicaState.DIRTY, ReplicaState.DEAD)
@@ -116,7 +124,7 @@ class ReplicaWatch:
         repository: LocalModelRepository,
         reporter: Reporter,
     ) -> None:
-        self.clients: dict[str, GeneratorClient] = {}
+        self.clients: dict[str, GeneratorClient | FleetClient] = {}
         self.replicas = ReplicaSet(on_lost=self._on_broken_channel)
         self._evaluating: int | None = None
         self._config = config
@@ -125,12 +133,15 @@ class ReplicaWatch:
         self._losses = losses
         self._repository = repository
         self._reporter = reporter
-        self._then = AFTER_LOSS[config.run.on_generator_loss]
+        self._fleet = config.generator.fleet if config.generator.fleet.address else None
+        # Who runs the fleet brings it back; the run waits for that.
+        self._then = AfterLoss.AWAIT if self._fleet else AFTER_LOSS[config.run.on_generator_loss]
+        self._fleet_pause_s, self._fleet_due_s, self._fleet_slots = FLEET_BACKOFF_S, 0.0, 0
         self._pids: dict[str, int] = {}
         self._heard: set[tuple[str, str]] = set()
         self._dead: dict[int, float] = {}
         self._lost: dict[str, Lost] = {}
-        self._closing: list[GeneratorClient] = []
+        self._closing: list[GeneratorClient | FleetClient] = []
         self._missed: dict[str, int] = {}
         self._controller: Controller | None = None
         self._history_id = ""
@@ -139,7 +150,7 @@ class ReplicaWatch:
     @property
     def names(self) -> list[str]:
         """Names of all replicas that the configuration asks for."""
-        return [replica_name(index) for index in range(self._config.generator.replicas)]
+        return [FLEET] if self._fleet else [replica_name(index) for index in range(self._config.generator.replicas)]
 
     @property
     def none_comes(self) -> bool:
@@ -178,7 +189,7 @@ class ReplicaWatch:
     async def join_anew(self) -> None:
         """Let all that serve join a new session, with weights of its history; say which others are lost."""
         for name, client in list(self.clients.items()):
-            await self._admit(name, client, pid=self._pids[name])
+            await self._admit_anew(name, client)
         await self.look()
         for name in self.names:
             if name not in self.clients:
@@ -264,12 +275,16 @@ class ReplicaWatch:
         found: list[ReplicaStatus] = []
         for name, client, status in await self._statuses():
             found.append(status)
-            if status.state in LOST_STATES and self.clients.get(name) is client:
+            if self.clients.get(name) is not client:
+                continue
+            if status.state in LOST_STATES:
                 self._condemn(name, EngineDead(f"{name} is {status.state.value}: {status.reason}. Its log has more."))
+            elif self._fleet is not None:
+                self._follow_fleet(status)
         return found
 
-    async def _statuses(self) -> list[tuple[str, GeneratorClient, ReplicaStatus]]:
-        found: list[tuple[str, GeneratorClient, ReplicaStatus]] = []
+    async def _statuses(self) -> list[tuple[str, GeneratorClient | FleetClient, ReplicaStatus]]:
+        found: list[tuple[str, GeneratorClient | FleetClient, ReplicaStatus]] = []
         for name, client in list(self.clients.items()):
             if (status := await self._status(name, client)) is not None:
                 found.append((name, client, status))
@@ -301,7 +316,7 @@ class ReplicaWatch:
 
     # losing
 
-    async def _status(self, name: str, client: GeneratorClient) -> ReplicaStatus | None:
+    async def _status(self, name: str, client: GeneratorClient | FleetClient) -> ReplicaStatus | None:
         try:
             status = await client.status()
         except EngineDead as error:
@@ -335,7 +350,8 @@ class ReplicaWatch:
         """Take a replica out that lives but cannot serve, and end it, with the reason where the supervisor looks."""
         pid = self._pids[name]
         self._leave(name, reason=str(error))
-        self._end(name, pid, error)
+        if pid:
+            self._end(name, pid, error)
 
     def _end_if_it_lingers(self, name: str) -> None:
         lost = self._lost.get(name)
@@ -372,8 +388,19 @@ class ReplicaWatch:
             os.kill(pid, signal.SIGKILL)
 
     def _check_deadline(self, name: str, lost: Lost | None) -> None:
+        if lost is None:
+            return
+        if self._fleet is not None:
+            if self._clock.now_s() - lost.at_s > self._fleet.lost_deadline_s:
+                raise DeadlineExceeded(
+                    f"the fleet at {self._fleet.address} did not serve this run for {self._fleet.lost_deadline_s:.0f} "
+                    f"s (generator.fleet.lost_deadline_s): {lost.reason}. Start its replicas on this run's weights "
+                    f"(rollmill serve --repository {self._layout.run_directory}), or look at the router's log; then "
+                    "resume the run."
+                )
+            return
         # A wait for somebody to start it is the supervisor's, with its own deadline.
-        if lost is None or self._config.run.on_generator_loss != "restart":
+        if self._config.run.on_generator_loss != "restart":
             return
         deadline_s = replica_deadline_s(self._config)
         if self._clock.now_s() - lost.at_s > deadline_s:
@@ -386,6 +413,9 @@ class ReplicaWatch:
 
     async def _take_in(self, name: str) -> None:
         """Let a replica join whose address has appeared, unless it is a dead one's."""
+        if self._fleet is not None:
+            await self._take_in_fleet(name, self._fleet)
+            return
         try:
             record = json.loads(self._layout.address(name).read_text())
         except (FileNotFoundError, ValueError):
@@ -416,6 +446,66 @@ class ReplicaWatch:
         except Fault as fault:
             self._condemn(name, fault)
             return
+        self._put_into_rotation(name, client, status)
+
+    async def _admit_anew(self, name: str, client: GeneratorClient | FleetClient) -> None:
+        """Let one that serves join another session."""
+        if isinstance(client, GeneratorClient):
+            await self._admit(name, client, pid=self._pids[name])
+            return
+        try:
+            await self._admit_fleet(name, client)
+        except Fault as fault:
+            self._leave(name, reason=str(fault))
+
+    async def _take_in_fleet(self, name: str, settings: FleetSettings) -> None:
+        """Let the fleet join as soon as it serves this run; say what is missing whenever that changes."""
+        if self._clock.now_s() < self._fleet_due_s:
+            return
+        client = FleetClient(settings, digest_of=lambda version: self._repository.manifest(version).digest)
+        try:
+            await self._admit_fleet(name, client)
+            self._fleet_pause_s = FLEET_BACKOFF_S
+        except Fault as fault:
+            before = self._lost.get(name)
+            since_s = self._clock.now_s() if before is None else before.at_s
+            if before is None or before.reason != str(fault):
+                self._reporter.event("fleet_awaited", address=settings.address, reason=str(fault))
+            self._lost[name] = Lost(pid=0, reason=str(fault), at_s=since_s)
+            self._fleet_due_s = self._clock.now_s() + self._fleet_pause_s
+            self._fleet_pause_s = min(2 * self._fleet_pause_s, FLEET_MAX_BACKOFF_S)
+        finally:
+            if self.clients.get(name) is not client:
+                await client.close()
+
+    async def _admit_fleet(self, name: str, client: FleetClient) -> None:
+        """Put the fleet into rotation once it serves the version that counts, which it may have to load.
+
+        Raises:
+            Fault: saying why it does not serve this run.
+        """
+        status = await client.status()
+        if not status.max_num_seqs:
+            raise NotServing(status.reason)
+        newest = self._repository.latest()
+        version = self._evaluating or (0 if newest is None else newest.policy_version)
+        # Always: also where it serves this number already, that they are this run's weights is seen by loading them.
+        await client.load_weights(version, deadline_s=self._config.generator.load_deadline_s)
+        self.clients[name], self._pids[name] = client, 0
+        self._fleet_slots = status.max_num_seqs
+        self._put_into_rotation(name, client, msgspec.structs.replace(status, policy_version=version))
+
+    def _follow_fleet(self, status: ReplicaStatus) -> None:
+        """Take note of replicas that joined or left it."""
+        if not status.max_num_seqs:
+            self._leave(FLEET, reason=status.reason)
+        elif status.max_num_seqs != self._fleet_slots:
+            self._fleet_slots = status.max_num_seqs
+            resized = ReplicaResized(at_s=self._clock.now_s(), replica_id=FLEET, slots=status.max_num_seqs)
+            self._told().inbox.put(resized)
+            self._reporter.event("fleet_resized", slots=status.max_num_seqs)
+
+    def _put_into_rotation(self, name: str, client: GeneratorClient | FleetClient, status: ReplicaStatus) -> None:
         controller = self._told()
         # So that the core has heard of the version before it hears who serves it.
         controller.look()

@@ -401,7 +401,7 @@ class Supervisor:
     def _spawn_all(self) -> None:
         """Start everything at once: trainer and replicas import meanwhile, and wait for the preflight themselves."""
         self._spawn(CONTROLLER)
-        names = [TRAINER, *(replica_name(index) for index in range(self._config.generator.replicas))]
+        names = [TRAINER, *(replica_name(index) for index in range(self._config.generator.own_replicas))]
         # What makes two runs equal to the bit must be set before the interpreter starts, and it did without.
         if self._nursery is None or self._config.run.deterministic:
             self._end_nursery()

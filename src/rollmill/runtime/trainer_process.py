@@ -150,7 +150,7 @@ def _borrower(context: ProcessContext, *, clock: SystemClock) -> Callable[[], No
 
 
 def _ring_others(context: ProcessContext) -> None:
-    for name in (CONTROLLER, *(replica_name(index) for index in range(context.config.generator.replicas))):
+    for name in (CONTROLLER, *(replica_name(index) for index in range(context.config.generator.own_replicas))):
         ring(context.layout.run_directory, name)
 
 

@@ -4,6 +4,7 @@
     RunStarted, RunResumed      the whole state                         groups are admitted when a replica joins
     ControllerRestarted         everything in flight is given up        DropGroup, AssignBatch, Finish
     ReplicaJoined, ReplicaLeft  who serves which weights                LoadWeights, StartRollout, Fail, Finish
+    ReplicaResized              how many can run at once                StartRollout
     WeightsPublished, ...Loaded which weights are newest, and served    LoadWeights, StartRollout (the ceiling rises)
     RolloutFinished, ...Failed  a member, then perhaps its group        CloseGroup, StartRollout again, DropGroup, Fail
     GroupClosed                 its group                               AssignBatch, DropGroup, StartRollout
@@ -30,6 +31,7 @@ from rollmill.scheduling.failures import (
     check_producers,
     on_replica_joined,
     on_replica_left,
+    on_replica_resized,
     on_rollout_failed,
 )
 from rollmill.scheduling.groups import GroupBook
@@ -213,6 +215,7 @@ _HANDLERS: dict[type[Any], Callable[[State, Any], None]] = {
     ev.ControllerRestarted: on_controller_restarted,
     ev.ReplicaJoined: _on_replica_joined,
     ev.ReplicaLeft: _on_replica_left,
+    ev.ReplicaResized: on_replica_resized,
     ev.WeightsPublished: on_weights_published,
     ev.WeightsLoaded: on_weights_loaded,
     ev.RolloutFinished: on_rollout_finished,

@@ -72,6 +72,13 @@ class ReplicaJoined(Event, frozen=True, kw_only=True):
     policy_version: int
 
 
+class ReplicaResized(Event, frozen=True, kw_only=True):
+    """A replica that is a whole fleet can run another number of rollouts at once."""
+
+    replica_id: str
+    slots: int
+
+
 class ControllerRestarted(Event, frozen=True, kw_only=True):
     """A new controller goes on in the same history: trainer and replicas lived on.
 
@@ -186,6 +193,7 @@ AnyEvent = (
     | RunResumed
     | ControllerRestarted
     | ReplicaJoined
+    | ReplicaResized
     | ReplicaLeft
     | WeightsPublished
     | WeightsLoaded

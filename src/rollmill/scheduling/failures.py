@@ -9,7 +9,14 @@ from __future__ import annotations
 import heapq
 
 from rollmill.scheduling.assignment import abort_in_flight
-from rollmill.scheduling.events import AfterLoss, FailureClass, ReplicaJoined, ReplicaLeft, RolloutFailed
+from rollmill.scheduling.events import (
+    AfterLoss,
+    FailureClass,
+    ReplicaJoined,
+    ReplicaLeft,
+    ReplicaResized,
+    RolloutFailed,
+)
 from rollmill.scheduling.groups import UNFINISHED, GroupRecord, GroupState, Member, MemberState, Replica
 from rollmill.scheduling.instructions import DropReason, Fail
 from rollmill.scheduling.lifecycle import (
@@ -156,6 +163,13 @@ def on_replica_joined(state: State, event: ReplicaJoined) -> None:
     parked, state.parked = state.parked, {}
     for group, member in parked.values():
         _start_again(state, group, member, loaded_step=state.loaded_step)
+
+
+def on_replica_resized(state: State, event: ReplicaResized) -> None:
+    """Count what it can run now; what runs already goes on."""
+    if (replica := state.replicas.get(event.replica_id)) is not None:
+        replica.slots = event.slots
+        refresh_replicas(state)
 
 
 def on_replica_left(state: State, event: ReplicaLeft) -> None:

@@ -150,3 +150,30 @@ def test_a_wait_for_a_replica_must_end_before_the_run_counts_as_stalled():
     assert "run.replica_deadline_s 700 s" in told
     assert "run.stall_limit_s is 600 s" in told
     check(with_settings("run.on_generator_loss=restart", *long))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "parts"),
+    [
+        (["generator.fleet.job=main"], ["fleet.job is set", "fleet.address is not", "leave the section out"]),
+        (["generator.fleet.address=router"], ['"router", which has no port', '"router:50051"']),
+        (
+            ["generator.fleet.address=node-7:50051"],
+            ["on another machine", 'weights.transport is "auto"', 'weights.transport "file"'],
+        ),
+        (
+            ["generator.fleet.address=127.0.0.1:1", "generator.fleet.adapter=maths"],
+            ["trainer.lora_rank is 0", "leave generator.fleet.adapter out"],
+        ),
+    ],
+)
+def test_a_fleet_that_cannot_serve_the_run_is_refused(overrides: list[str], parts: list[str]) -> None:
+    message = refusal(*overrides)
+    assert [part for part in parts if part not in message] == []
+
+
+def test_a_fleet_is_no_process_and_no_thread_of_the_run() -> None:
+    config = with_settings("generator.fleet.address=127.0.0.1:1", "generator.replicas=3", "generator.threads=8")
+    assert config.generator.own_replicas == 0
+    assert warnings_of(config, cores=2) == ()
+    check(with_settings("generator.fleet.address=node-7:1", "weights.transport=file"))

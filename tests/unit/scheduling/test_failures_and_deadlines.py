@@ -217,3 +217,18 @@ def test_a_group_that_closes_during_a_stop_is_still_buffered() -> None:
     world.close("g000000")
     assert world.ended == ins.Finish(reason="stopped")
     assert world.core.view().buffered == 2
+
+
+def test_a_fleet_that_grows_or_shrinks_is_counted_and_what_runs_goes_on() -> None:
+    world = world_of()
+    flights = dict(world.flights)
+    for slots in (6, 2):
+        world.feed(ev.ReplicaResized(at_s=0.0, replica_id="r0", slots=slots))
+        assert world.core.view().slots == slots
+        assert world.flights == flights
+
+
+def test_a_fleet_that_left_meanwhile_is_not_resized() -> None:
+    world = world_of()
+    world.feed(ev.ReplicaResized(at_s=0.0, replica_id="gone", slots=99))
+    assert world.core.view().slots == 64
