@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,11 @@ from tiny_runs import check_books, finish, lines, processes_of, rollmill, write_
 from rollmill.weights.prepare import prepare
 from vllm_server import why_not
 
-pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(3600)]
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "arithmetic" / "train.toml"
+LIFT = 0.2
+"""Goal of the main job, whatever samples: the 95 % interval ends this much above the accuracy before."""
 
 
 def model_that_vllm_takes(folder: Path) -> Path:
@@ -52,3 +58,25 @@ def test_a_run_trains_with_vllm_by_one_line(tmp_path: Path) -> None:
     assert summary["peak_memory_bytes"] > 1_500_000_000
     assert processes_of(run) == []
     assert "vLLM API server" in (run / "logs" / "generator-0.vllm.log").read_text()
+
+
+def test_the_shipped_job_learns_with_vllm_as_with_the_embedded_engine(tmp_path: Path) -> None:
+    if (reason := why_not()) is not None:
+        pytest.skip(reason)
+    train = subprocess.run(
+        [
+            *(sys.executable, "-m", "rollmill.cli", "train", str(EXAMPLE), "--json"),
+            *("--set", "generator.engine=vllm", "--set", f"run.directory={tmp_path}"),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=3400,
+        check=False,
+    )
+    assert train.returncode == 0, train.stderr[-3000:]
+    summary = json.loads(train.stdout)
+    check_books(summary)
+    before, after = summary["eval"]["before"], summary["eval"]["after"]
+    assert before["n"] == after["n"] == 256
+    assert after["low"] >= before["accuracy"] + LIFT, (before, after)
+    assert 0 <= summary["staleness"]["max"] <= 2
