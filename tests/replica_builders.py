@@ -34,17 +34,21 @@ def fake_engine(repository: MemoryRepository, *, faults: FakeFaults | None = Non
 
 
 async def started(
-    engine: Engine, repository: MemoryRepository, *, clock: Clock | None = None, stage_weights: bool = True
+    engine: Engine,
+    repository: MemoryRepository,
+    *,
+    clock: Clock | None = None,
+    stage_weights: bool = True,
+    **settings: Any,
 ) -> Replica:
     """A replica that serves version 1."""
     replica = Replica(
         engine=engine,
         repository=repository,  # pyright: ignore[reportArgumentType]
-        kv_policy="keep",
-        load_deadline_s=20.0,
         owner="generator-0",
         clock=SystemClock() if clock is None else clock,
         stage_weights=stage_weights,
+        **{"kv_policy": "keep", "load_deadline_s": 20.0, **settings},
     )
     await replica.start()
     return replica

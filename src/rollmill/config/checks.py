@@ -269,6 +269,13 @@ def _engine(config: RollmillConfig) -> Iterator[str]:
             '"recompute", or generator.sglang.overlap_schedule false.'
         )
     generator = config.generator
+    if generator.kv_on_update == "drain" and generator.drain_on_update_s > generator.load_deadline_s / 2:
+        yield (
+            f"generator.drain_on_update_s is {generator.drain_on_update_s:g} and generator.load_deadline_s is "
+            f"{generator.load_deadline_s:g}: a load must have time left when requests in flight have finished. Nearest "
+            f"valid values: generator.drain_on_update_s {generator.load_deadline_s / 2:g}, or "
+            f"generator.load_deadline_s {2 * generator.drain_on_update_s:g}."
+        )
     if generator.max_num_batched_tokens is not None and generator.max_num_batched_tokens < generator.max_num_seqs:
         yield (
             f"generator.max_num_batched_tokens is {generator.max_num_batched_tokens} and generator.max_num_seqs is "

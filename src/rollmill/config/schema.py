@@ -333,8 +333,15 @@ class GeneratorSettings(Section):
     """Copies of the model inside a replica, behind its own balancer."""
     enable_expert_parallel: bool = knob(False)
     """Spread the experts of a mixture over the devices instead of slicing each."""
-    kv_on_update: Literal["keep", "recompute"] = knob("keep")
-    """What happens to the KV of requests in flight when weights change."""
+    kv_on_update: Literal["keep", "recompute", "drain"] = knob("keep")
+    """What happens to requests in flight when weights change. `keep`: they go on over the KV they have. `recompute`:
+    they go on over KV made anew under the new weights. `drain`: they finish under the old weights first, and nothing
+    new begins meanwhile."""
+    drain_on_update_s: float = knob(
+        10.0, unit="s", raising="more requests finish under one version", lowering="less waits for long ones", gt=0
+    )
+    """Only with `kv_on_update = "drain"`: longest wait for requests in flight. What still runs then goes on under the
+    new weights, as with `recompute`, with all its tokens. At most half of what is left of `load_deadline_s`."""
     stage_weights: bool = knob(True)
     """Write new weights into a second set of buffers while the old ones serve: generation then pauses only for the
     exchange of pointers and the proof. Costs one more copy of the served weights in memory; `false` writes in the

@@ -3,6 +3,7 @@
     phase                   requests of the adapter   a failure means
     pull, verify, stage     the version before        nothing happened
     prove                   the version before        nothing happened: it is scored before it is served
+    finish (if it drains)   the version before        nothing happened; new requests of the adapter wait
     serve                   the new version           -
 
 Nothing is paused, and neither base nor other adapters are touched. An adapter that had to give way is loaded again when
@@ -13,7 +14,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Mapping
+import logging
+from collections import Counter
+from collections.abc import AsyncIterator, Mapping
 from typing import TYPE_CHECKING, Protocol
 
 import msgspec
@@ -21,14 +24,26 @@ import numpy as np
 
 from rollmill.clock import Clock
 from rollmill.errors import DeadlineExceeded, EngineError, ModelError, WeightError
-from rollmill.generator.engines.protocol import ADAPTERS, AdapterEngine, AdapterInfo, Engine, KvPolicy, engines_with
+from rollmill.generator.drain import Finished, cut_text, kv_of, patience_s
+from rollmill.generator.engines.protocol import (
+    ADAPTERS,
+    AdapterEngine,
+    AdapterInfo,
+    Engine,
+    UpdatePolicy,
+    engines_with,
+)
 from rollmill.generator.engines.protocol import Adapters as EngineAdapters
-from rollmill.generator.proof import check_canary
+from rollmill.generator.loading import numbers_of
+from rollmill.generator.proof import History, Proof, check_canary
 from rollmill.generator.wire import LoadReport
 from rollmill.types import Adapter, WeightManifest
 
 if TYPE_CHECKING:
     import torch
+
+
+log = logging.getLogger(__name__)
 
 
 class AdapterSource(Protocol):
@@ -61,8 +76,9 @@ class AdapterLoader:
     Args:
         engine: serves the base that the adapters belong to.
         sources: name -> where its versions come from.
-        kv_policy: what happens to the KV of an adapter's requests in flight when its version changes.
+        kv_policy: what happens to an adapter's requests in flight when its version changes.
         load_deadline_s: a load that takes longer fails.
+        drain_on_update_s: longest wait for those requests, where `kv_policy` is `drain`.
         owner: name under which served versions are held.
         clock: times of loads.
 
@@ -78,18 +94,26 @@ class AdapterLoader:
         engine: Engine,
         *,
         sources: Mapping[str, AdapterSource],
-        kv_policy: KvPolicy,
+        kv_policy: UpdatePolicy,
         load_deadline_s: float,
         owner: str,
         clock: Clock,
+        drain_on_update_s: float = 10.0,
     ) -> None:
         self.engine, self._clock = engine, clock
         self._desk = _desk_of(engine)
         self._sources = dict(sources)
-        self._kv_policy: KvPolicy = kv_policy
+        self._kv_policy: UpdatePolicy = kv_policy
         self._load_deadline_s, self._owner = load_deadline_s, owner
+        self._drain_on_update_s = drain_on_update_s
         self._locks = {name: asyncio.Lock() for name in sources}
-        self._proven: dict[str, WeightManifest] = {}
+        self._held: dict[str, WeightManifest] = {}
+        self._proven: dict[str, History] = {}
+        self._uses: Counter[str] = Counter()
+        self._open = {name: asyncio.Event() for name in sources}
+        for event in self._open.values():
+            event.set()
+        self._unused = asyncio.Event()
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -111,6 +135,18 @@ class AdapterLoader:
         for name in reversed(self._sources):  # so that those named first are the last to give way
             await self.load(name)
 
+    def takes(self, name: str) -> bool:
+        """Return whether new requests of a known adapter begin now; while its older ones drain they wait."""
+        return self._open[name].is_set()
+
+    def check(self, name: str) -> None:
+        """Refuse an adapter of which nobody said where it comes from.
+
+        Raises:
+            ModelError: naming those that are known.
+        """
+        self._source(name)
+
     async def ensure(self, name: str) -> None:
         """Load the newest version of an adapter that is not served.
 
@@ -123,6 +159,22 @@ class AdapterLoader:
             async with self._locks[name]:
                 if not self._is_served(name):  # another request may have loaded it meanwhile
                     await self._load_in_time(name, policy_version=None)
+
+    @contextlib.asynccontextmanager
+    async def using(self, name: str, *, requests: int) -> AsyncIterator[None]:
+        """Be in flight with so many requests of an adapter, which is loaded then; waits while its older ones drain.
+
+        Raises:
+            ModelError: as `ensure`.
+        """
+        await self.ensure(name)
+        await self._open[name].wait()
+        self._uses[name] += requests
+        try:
+            yield
+        finally:
+            self._uses[name] -= requests
+            self._unused.set()
 
     async def load(self, name: str, *, policy_version: int | None = None) -> LoadReport:
         """Serve another version of an adapter; `None`: the newest.
@@ -161,7 +213,7 @@ class AdapterLoader:
 
     async def close(self) -> None:
         """Give up all holds."""
-        for name in tuple(self._proven):
+        for name in tuple(self._held):
             await self._let_go(name)
 
     def _source(self, name: str) -> AdapterSource:
@@ -202,18 +254,21 @@ class AdapterLoader:
                 tensors, name=name, settings=settings, policy_version=version, digest=manifest.digest
             )
             staged_s = self._clock.now_s()
-            difference = await self._prove(name, manifest)
+            proof = await self._prove(name, manifest)
             proven_s = self._clock.now_s()
-            gone = await self._desk.serve(name, policy_version=version, kv=self._kv_policy)
+            async with self._finished(name, version, began_s=started_s) as finished:
+                finished_s = self._clock.now_s()
+                gone = await self._desk.serve(name, policy_version=version, kv=kv_of(self._kv_policy))
         except BaseException:
             self._desk.forget(name)
-            before = self._proven.get(name)
+            before = self._held.get(name)
             if before is None or before.policy_version != version:
                 await asyncio.to_thread(source.release, version, owner=self._hold_of(name))
             raise
         for other in (name, *gone):
             await self._let_go(other, unless=version if other == name else None)
-        self._proven[name] = manifest
+        self._held[name] = manifest
+        self._proven[name] = self._proven.get(name, History()).then(proof)
         return _report(
             manifest,
             changed=True,
@@ -221,22 +276,52 @@ class AdapterLoader:
             pull_s=pulled_s - started_s,
             stage_s=staged_s - pulled_s,
             prove_s=proven_s - staged_s,
-            swap_s=self._clock.now_s() - proven_s,
-            difference=difference,
+            swap_s=self._clock.now_s() - finished_s,
+            finished=finished,
+            proof=proof,
         )
 
-    async def _prove(self, name: str, manifest: WeightManifest) -> float | None:
+    @contextlib.asynccontextmanager
+    async def _finished(self, name: str, version: int, *, began_s: float) -> AsyncIterator[Finished]:
+        """Let an adapter's requests in flight finish first, as the setting says; new ones wait meanwhile."""
+        started_s = self._clock.now_s()
+        bound_s = patience_s(
+            self._kv_policy,
+            drain_on_update_s=self._drain_on_update_s,
+            left_s=began_s + self._load_deadline_s - started_s,
+        )
+        if not bound_s or not self._is_served(name):  # requests that wait for its first version must not be waited for
+            yield Finished()
+            return
+        self._open[name].clear()
+        try:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(bound_s):
+                    await self._until_unused(name)
+            if cut := self._uses[name]:
+                what = f"adapter {name!r}, policy version {version}"
+                log.warning("%s", cut_text(what, cut, waited_s=bound_s, drain_on_update_s=self._drain_on_update_s))
+            yield Finished(seconds=self._clock.now_s() - started_s, cut=cut)
+        finally:
+            self._open[name].set()
+
+    async def _until_unused(self, name: str) -> None:
+        while self._uses[name]:
+            self._unused.clear()
+            await self._unused.wait()
+
+    async def _prove(self, name: str, manifest: WeightManifest) -> Proof | None:
         if manifest.canary is None:
             return None
         scored = await self._desk.score(manifest.canary.token_ids, name=name, policy_version=manifest.policy_version)
         info = msgspec.structs.replace(self.engine.info(), digest=manifest.digest)
-        return check_canary(manifest, scored=scored, info=info, before=self._proven.get(name))
+        return check_canary(manifest, scored=scored, info=info, history=self._proven.get(name))
 
     async def _let_go(self, name: str, *, unless: int | None = None) -> None:
         """End the hold of what was served under a name."""
-        before = self._proven.get(name)
+        before = self._held.get(name)
         if before is not None and before.policy_version != unless:
-            del self._proven[name]
+            del self._held[name]
             with contextlib.suppress(WeightError):  # what it held may be gone with its run
                 await asyncio.to_thread(self._source(name).release, before.policy_version, owner=self._hold_of(name))
 
@@ -284,7 +369,8 @@ def _report(
     stage_s: float = 0.0,
     prove_s: float = 0.0,
     swap_s: float = 0.0,
-    difference: float | None = None,
+    finished: Finished | None = None,
+    proof: Proof | None = None,
 ) -> LoadReport:
     """Return what a load did; nothing is paused, so that proof and exchange are no part of a pause."""
     return LoadReport(
@@ -297,5 +383,7 @@ def _report(
         prove_s=prove_s,
         swap_s=swap_s,
         changed=changed,
-        canary_difference=difference,
+        finish_s=0.0 if finished is None else finished.seconds,
+        cut=0 if finished is None else finished.cut,
+        **numbers_of(proof),
     )

@@ -1,7 +1,8 @@
-"""How a replica gets new weights: pull, verify, stage, pause, swap, prove, resume.
+"""How a replica gets new weights: pull, verify, stage, finish, pause, swap, prove, resume.
 
     phase                     the engine serves      a failure means
     pull, verify, stage       the old version        nothing happened
+    finish (if it drains)     what runs              nothing happened
     drain, swap, prove        nothing (paused)       nothing changed: the old version goes on
                                                      partly changed: back to the old version if that can be proven,
                                                      dirty otherwise
@@ -15,15 +16,17 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from rollmill.clock import Clock
 from rollmill.errors import DeadlineExceeded, EngineDead, EngineError, RollmillError, WeightMismatch
-from rollmill.generator.engines.protocol import Engine, KvPolicy, UpdateReport
-from rollmill.generator.proof import check_canary, check_digest
+from rollmill.generator.drain import Finished, cut_text, kv_of, patience_s
+from rollmill.generator.engines.protocol import Engine, UpdatePolicy, UpdateReport
+from rollmill.generator.proof import History, Proof, check_canary, check_digest
 from rollmill.generator.state import ReplicaState, Standing, move, refusal
 from rollmill.generator.wire import LoadReport
 from rollmill.types import WeightManifest
@@ -33,11 +36,15 @@ if TYPE_CHECKING:
     import torch
 
 
+log = logging.getLogger(__name__)
+
+
 class _Swap(msgspec.Struct, frozen=True, kw_only=True):
     """What happened while the engine was paused."""
 
     update: UpdateReport
-    canary_difference: float | None
+    proof: Proof | None
+    finished: Finished
     drain_s: float
     swap_s: float
     prove_s: float
@@ -50,8 +57,9 @@ class Replica:
     Args:
         engine: serves already what the repository calls `engine.info().policy_version`.
         repository: where versions are pulled from.
-        kv_policy: what happens to the KV of requests in flight when weights change.
+        kv_policy: what happens to requests in flight when weights change.
         load_deadline_s: a load that takes longer fails.
+        drain_on_update_s: longest wait for requests in flight, where `kv_policy` is `drain`.
         owner: name under which the served version is held in the repository.
         stage_weights: whether an engine that can make weights ready while it serves is asked to do so.
     """
@@ -61,23 +69,24 @@ class Replica:
         *,
         engine: Engine,
         repository: ModelRepository,
-        kv_policy: KvPolicy,
+        kv_policy: UpdatePolicy,
         load_deadline_s: float,
         owner: str,
         clock: Clock,
         stage_weights: bool = True,
+        drain_on_update_s: float = 10.0,
     ) -> None:
         self.engine = engine
         self.standing = Standing(state=ReplicaState.STARTING)
         self._repository = repository
-        self._kv_policy: KvPolicy = kv_policy
-        self._load_deadline_s = load_deadline_s
+        self._kv_policy: UpdatePolicy = kv_policy
+        self._load_deadline_s, self._drain_on_update_s = load_deadline_s, drain_on_update_s
         self._owner = owner
         self._stage_weights = stage_weights
         self._clock = clock
         self._loading = asyncio.Lock()
         self._held: int | None = None
-        self._proven: WeightManifest | None = None
+        self._proven = History()
 
     async def start(self) -> None:
         """Hold and prove the version that the engine was built with, then serve.
@@ -139,7 +148,7 @@ class Replica:
             pulled_s = self._clock.now_s()
             await self._stage(tensors, policy_version=policy_version)
             staged_s = self._clock.now_s()
-            swap = await self._swap(manifest, tensors)
+            swap = await self._swap(manifest, tensors, began_s=started_s)
         except BaseException:
             served = self.engine.info().policy_version
             await self._hold_only(served, and_not=policy_version)
@@ -153,7 +162,9 @@ class Replica:
             stage_s=staged_s - pulled_s,
             pause_s=swap.drain_s + swap.swap_s + swap.prove_s + swap.resume_s,
             changed=swap.update.changed,
-            canary_difference=swap.canary_difference,
+            finish_s=swap.finished.seconds,
+            cut=swap.finished.cut,
+            **numbers_of(swap.proof),
             drain_s=swap.drain_s,
             swap_s=swap.swap_s,
             prove_s=swap.prove_s,
@@ -170,17 +181,19 @@ class Replica:
             self.take_note(error)
             raise
 
-    async def _swap(self, manifest: WeightManifest, tensors: Mapping[str, torch.Tensor]) -> _Swap:
+    async def _swap(self, manifest: WeightManifest, tensors: Mapping[str, torch.Tensor], *, began_s: float) -> _Swap:
         before = self.engine.info().policy_version
-        at_s = [self._clock.now_s()]
+        at_s: list[float] = []
         touched = False
         try:
+            finished = await self._let_finish(manifest.policy_version, began_s=began_s)
+            at_s.append(self._clock.now_s())
             await self.engine.pause("keep")
             at_s.append(self._clock.now_s())
             touched = True
             update = await self._update(manifest, tensors)
             at_s.append(self._clock.now_s())
-            difference = await self._prove(manifest)
+            proof = await self._prove(manifest)
             at_s.append(self._clock.now_s())
         except BaseException as error:
             if isinstance(error, RollmillError):  # it ran to its end: the engine itself says whether it was changed
@@ -193,16 +206,38 @@ class Replica:
         drain_s, swap_s, prove_s, resume_s = (later - earlier for earlier, later in itertools.pairwise(at_s))
         return _Swap(
             update=update,
-            canary_difference=difference,
+            proof=proof,
+            finished=finished,
             drain_s=drain_s,
             swap_s=swap_s,
             prove_s=prove_s,
             resume_s=resume_s,
         )
 
+    async def _let_finish(self, policy_version: int, *, began_s: float) -> Finished:
+        """Let requests in flight finish for as long as the setting says; nothing new begins meanwhile."""
+        started_s = self._clock.now_s()
+        bound_s = patience_s(
+            self._kv_policy,
+            drain_on_update_s=self._drain_on_update_s,
+            left_s=began_s + self._load_deadline_s - started_s,
+        )
+        if not bound_s:
+            return Finished()
+        try:
+            async with asyncio.timeout(bound_s):
+                await self.engine.pause("drain")
+        except TimeoutError:
+            await self.engine.pause("keep")
+            cut = self.engine.load().running
+            what = f"policy version {policy_version}"
+            log.warning("%s", cut_text(what, cut, waited_s=bound_s, drain_on_update_s=self._drain_on_update_s))
+            return Finished(seconds=self._clock.now_s() - started_s, cut=cut)
+        return Finished(seconds=self._clock.now_s() - started_s)
+
     async def _update(self, manifest: WeightManifest, tensors: Mapping[str, torch.Tensor]) -> UpdateReport:
         report = await self.engine.update(
-            tensors, policy_version=manifest.policy_version, digest=manifest.digest, kv=self._kv_policy
+            tensors, policy_version=manifest.policy_version, digest=manifest.digest, kv=kv_of(self._kv_policy)
         )
         check_digest(manifest, info=self.engine.info(), report=report)
         return report
@@ -275,14 +310,14 @@ class Replica:
         elif self.standing.state is ReplicaState.SERVING and not self.engine.healthy():
             self.standing = move(self.standing, ReplicaState.DIRTY, reason=str(error))
 
-    async def _prove(self, manifest: WeightManifest) -> float | None:
-        """Return the largest difference on the canary, or `None` if there is nothing to compare."""
-        difference = None
-        if manifest.canary is not None and "canary" in self.engine.info().capabilities:
-            scored = await self.engine.score(manifest.canary.token_ids)
-            difference = check_canary(manifest, scored=scored, info=self.engine.info(), before=self._proven)
-        self._proven = manifest
-        return difference
+    async def _prove(self, manifest: WeightManifest) -> Proof | None:
+        """Return what the canary says, or `None` if there is nothing to compare."""
+        if manifest.canary is None or "canary" not in self.engine.info().capabilities:
+            return None
+        scored = await self.engine.score(manifest.canary.token_ids)
+        proof = check_canary(manifest, scored=scored, info=self.engine.info(), history=self._proven)
+        self._proven = self._proven.then(proof)
+        return proof
 
     async def _hold_only(self, policy_version: int, *, and_not: int | None = None) -> None:
         """Hold what is served; let go of what was served before, or of what could not be loaded."""
@@ -296,3 +331,15 @@ class Replica:
         if self._held is not None:
             await asyncio.to_thread(self._repository.release, self._held, owner=self._owner)
             self._held = None
+
+
+def numbers_of(proof: Proof | None) -> dict[str, Any]:
+    """Return what a report says of a proof."""
+    if proof is None:
+        return {"canary_difference": None}
+    return {
+        "canary_difference": proof.largest,
+        "canary_mean": proof.mean,
+        "canary_mean_tolerance": proof.mean_tolerance,
+        "canary_followed": proof.followed,
+    }

@@ -18,7 +18,7 @@ from rollmill.cores import CoreBorrower
 from rollmill.errors import EngineDead, EngineError, MissingExtraError, ModelError
 from rollmill.generator.adapters import AdapterLoader, AdapterSource
 from rollmill.generator.engines.fake import FakeEngine
-from rollmill.generator.engines.protocol import Engine, KvPolicy
+from rollmill.generator.engines.protocol import Engine, UpdatePolicy
 from rollmill.generator.loading import Replica
 from rollmill.generator.security import Access, address_of
 from rollmill.generator.server import bind, new_server
@@ -188,13 +188,14 @@ async def serve(
     *,
     engine: Engine,
     repository: ModelRepository,
-    kv_policy: KvPolicy,
+    kv_policy: UpdatePolicy,
     address_file: str | Path | None = None,
     host: str = "127.0.0.1",
     port: int = 0,
     access: Access | None = None,
     stop: asyncio.Event,
     load_deadline_s: float,
+    drain_on_update_s: float = 10.0,
     stage_weights: bool = True,
     codec: TextCodec | None = None,
     limits: LimitSettings | None = None,
@@ -212,7 +213,7 @@ async def serve(
     Args:
         engine: serves a version that the repository knows.
         repository: where later versions are pulled from.
-        kv_policy: what happens to the KV of requests in flight when weights change.
+        kv_policy: what happens to requests in flight when weights change.
         address_file: gets `{"address": ..., "pid": ..., "policy_version": ...}`, atomically, once calls are answered;
             `None` writes none.
         host: interface to bind.
@@ -220,6 +221,7 @@ async def serve(
         access: what callers must show; who may bind what is `security.check_binding`'s to say.
         stop: ends the service.
         load_deadline_s: a weight load that takes longer fails.
+        drain_on_update_s: longest wait for requests in flight, where `kv_policy` is `drain`.
         stage_weights: whether new weights are made ready while the old ones serve, where the engine can.
         codec: of the model's tokenizer; without it only token ids are taken.
         limits: what one caller may ask for, and how much all of them at once.
@@ -244,6 +246,7 @@ async def serve(
         repository=repository,
         kv_policy=kv_policy,
         load_deadline_s=load_deadline_s,
+        drain_on_update_s=drain_on_update_s,
         stage_weights=stage_weights,
         owner=f"generator-{os.getpid()}",
         clock=clock,
@@ -255,6 +258,7 @@ async def serve(
             sources=adapters,
             kv_policy=kv_policy,
             load_deadline_s=load_deadline_s,
+            drain_on_update_s=drain_on_update_s,
             owner=f"generator-{os.getpid()}",
             clock=clock,
         )

@@ -78,6 +78,10 @@ METRICS: dict[str, tuple[Kind, str]] = {
     ),
     "rollmill_weight_load_seconds": ("histogram", "Seconds of a weight load, by phase."),
     "rollmill_weight_pause_seconds": ("histogram", "Seconds without a token because of a weight load."),
+    "rollmill_weight_load_cut_requests_total": (
+        "counter",
+        'Requests that kv_on_update = "drain" did not let finish: they went on under the new version.',
+    ),
     "rollmill_replica_state": ("gauge", "1 for the state that the replica is in, 0 for the others."),
     "rollmill_replica_info": ("gauge", "Always 1; says engine, model and dtype."),
 }
@@ -99,7 +103,7 @@ ALIASES: dict[str, str] = {
 }
 """Name that vLLM gives the same quantity -> ours."""
 
-_LOAD_PHASES = ("pull", "stage", "drain", "swap", "prove", "resume")
+_LOAD_PHASES = ("pull", "stage", "finish", "drain", "swap", "prove", "resume")
 
 
 class ReplicaMetrics:
@@ -147,6 +151,7 @@ class ReplicaMetrics:
         self._loads: dict[str, int] = {"ok": 0}
         self._load_s = {phase: Histogram(SECONDS) for phase in _LOAD_PHASES}
         self._pause_s = Histogram(SECONDS)
+        self._cut = 0
         self._last_load = replica.engine.load()
         self._last_load_s = now_s
 
@@ -184,6 +189,7 @@ class ReplicaMetrics:
         for phase, histogram in self._load_s.items():
             histogram.observe(getattr(result, f"{phase}_s"))
         self._pause_s.observe(result.pause_s)
+        self._cut += result.cut
 
     def _count_tokens(self, load: EngineLoad) -> None:
         """Put what the engine did since the last look into the last minute."""
@@ -256,6 +262,7 @@ class ReplicaMetrics:
             "accepted_tokens_total": load.accepted_tokens,
             "policy_version": info.policy_version,
             "weight_pause_seconds": self._pause_s,
+            "weight_load_cut_requests_total": self._cut,
         }
         if load.decode_passes:
             plain["batch_size"] = self._tokens.sum(now_s=now_s) / passes if passes else 0.0

@@ -227,13 +227,17 @@ class InferenceService:
         if not name or self.adapters is None:
             return await self._run(parts, listener=listener)
         for _ in range(_ADAPTER_TRIES - 1):
-            await self.adapters.ensure(name)
             try:
-                return await self._run(parts, listener=listener)
+                return await self._run_as_user(parts, self.adapters, listener=listener)
             except ModelError:  # it gave way to another one before the engine knew of this request; nothing was begun
-                continue
-        await self.adapters.ensure(name)
-        return await self._run(parts, listener=listener)
+                self.adapters.check(name)
+        return await self._run_as_user(parts, self.adapters, listener=listener)
+
+    async def _run_as_user(
+        self, parts: list[GenerateRequest], adapters: AdapterLoader, *, listener: Listener | None
+    ) -> list[Turn]:
+        async with adapters.using(parts[0].adapter, requests=len(parts)):
+            return await self._run(parts, listener=listener)
 
     async def _run(self, parts: list[GenerateRequest], *, listener: Listener | None) -> list[Turn]:
         if len(parts) == 1:

@@ -40,6 +40,8 @@ class LoadReport(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         pull_s: reading and verifying, while the old version was being served.
         stage_s: making the weights ready in spare buffers, while the old version was being served.
+        finish_s: requests in flight finished under the old version, which `kv_on_update = "drain"` lets them do.
+        cut: requests that still ran when the time for that was over; they went on under the new version.
         pause_s: no token was produced; the sum of the four parts.
         drain_s: until the engine had ended its step and stood still.
         swap_s: new weights in place, and KV recomputed where that is configured.
@@ -47,6 +49,10 @@ class LoadReport(msgspec.Struct, frozen=True, kw_only=True):
         resume_s: until the engine went on.
         changed: false if the version was served already.
         canary_difference: largest difference to the trainer on the canary; `None` if it was not compared.
+        canary_mean: mean absolute difference to the trainer on it.
+        canary_mean_tolerance: the most that is accepted of that in the engine's precision.
+        canary_followed: how far the engine's log-probs moved per nat that the trainer's did, since the version before;
+            `None` where rounding hides it.
     """
 
     policy_version: int
@@ -61,10 +67,15 @@ class LoadReport(msgspec.Struct, frozen=True, kw_only=True):
     prove_s: float = 0.0
     resume_s: float = 0.0
     stage_s: float = 0.0
+    finish_s: float = 0.0
+    cut: int = 0
+    canary_mean: float | None = None
+    canary_mean_tolerance: float | None = None
+    canary_followed: float | None = None
 
     def seconds(self) -> dict[str, float]:
         """Return where the time went, part -> seconds."""
-        names = ("pull_s", "stage_s", "drain_s", "swap_s", "prove_s", "resume_s")
+        names = ("pull_s", "stage_s", "finish_s", "drain_s", "swap_s", "prove_s", "resume_s")
         return {name: round(getattr(self, name), 4) for name in names}
 
 
@@ -415,6 +426,8 @@ def _timings_from_message(message: pb.Timings) -> TurnTimings:
 
 # -- weights and status
 
+_OPTIONAL_OF_A_REPORT = ("canary_mean", "canary_mean_tolerance", "canary_followed")
+
 
 def report_to_message(report: LoadReport) -> pb.LoadWeightsReply:
     """Return the message of a load report."""
@@ -431,6 +444,11 @@ def report_to_message(report: LoadReport) -> pb.LoadWeightsReply:
         prove_s=report.prove_s,
         resume_s=report.resume_s,
         stage_s=report.stage_s,
+        finish_s=report.finish_s,
+        cut=report.cut,
+        canary_mean=report.canary_mean,
+        canary_mean_tolerance=report.canary_mean_tolerance,
+        canary_followed=report.canary_followed,
     )
 
 
@@ -449,6 +467,9 @@ def report_from_message(message: pb.LoadWeightsReply) -> LoadReport:
         prove_s=message.prove_s,
         resume_s=message.resume_s,
         stage_s=message.stage_s,
+        finish_s=message.finish_s,
+        cut=message.cut,
+        **{name: getattr(message, name) if message.HasField(name) else None for name in _OPTIONAL_OF_A_REPORT},
     )
 
 

@@ -102,6 +102,7 @@ def run_generator(context: ProcessContext) -> None:
                 address_file=layout.address(context.name),
                 stop=stop,
                 load_deadline_s=config.generator.load_deadline_s,
+                drain_on_update_s=config.generator.drain_on_update_s,
                 # Nobody waits for an answer of the evaluator while it loads: memory is worth more there.
                 stage_weights=config.generator.stage_weights and context.name != EVALUATOR,
                 limits=config.generator.limits,

@@ -177,6 +177,7 @@ async def _serve(
             access=options.access,
             stop=stop,
             load_deadline_s=config.generator.load_deadline_s,
+            drain_on_update_s=config.generator.drain_on_update_s,
             stage_weights=config.generator.stage_weights,
             codec=codec,
             limits=config.generator.limits,

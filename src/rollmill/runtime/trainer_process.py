@@ -13,6 +13,7 @@ import numpy as np
 from rollmill.buffer.doorbell import Doorbell, ring
 from rollmill.buffer.sqlite import SqliteStore
 from rollmill.clock import SystemClock
+from rollmill.config.precision import is_exact
 from rollmill.cores import CoreBorrower
 from rollmill.errors import ProcessDied
 from rollmill.runtime.ahead import read_ahead
@@ -27,9 +28,12 @@ from rollmill.weights.lean_import import import_transformers, without_collection
 from rollmill.weights.repository import LocalModelRepository
 
 if TYPE_CHECKING:
+    from rollmill.config.schema import RollmillConfig
     from rollmill.trainer.step import Trainer
 
 CANARY_TOKENS = 8
+ROUNDED_CANARY_TOKENS = 64
+"""Where either side rounds, old weights are told from new ones by statistics, which needs more tokens."""
 
 
 def run_trainer(context: ProcessContext) -> None:
@@ -77,7 +81,7 @@ def run_trainer(context: ProcessContext) -> None:
                 layout.checkpoints, model=Path(preflight.model_path), keep=config.trainer.keep_checkpoints
             ),
             history_id=context.incarnation.history_id,
-            canary_token_ids=canary_token_ids(trainer.model.config.vocab_size),
+            canary_token_ids=canary_token_ids(trainer.model.config.vocab_size, tokens=canary_tokens(config)),
             should_stop=lambda: stop.asked,
             say=lambda sentence: print(sentence, file=sys.stderr, flush=True),  # noqa: T201 - the process's own log
             start_s=context.spawned_at_s,
@@ -113,9 +117,15 @@ def run_trainer(context: ProcessContext) -> None:
     ring(layout.run_directory, CONTROLLER)
 
 
-def canary_token_ids(vocabulary_size: int) -> np.ndarray:
-    """Return int32 [CANARY_TOKENS]: a fixed prompt spread over the vocabulary, the same in every run of a model."""
-    return (np.arange(1, CANARY_TOKENS + 1, dtype=np.int64) * 7919 % vocabulary_size).astype(np.int32)
+def canary_tokens(config: RollmillConfig) -> int:
+    """Return how long the canary is: it is scored while generation stands still, so no longer than is needed."""
+    tokens = CANARY_TOKENS if is_exact(config) else ROUNDED_CANARY_TOKENS
+    return min(tokens, config.generator.max_model_len - 1)
+
+
+def canary_token_ids(vocabulary_size: int, *, tokens: int = CANARY_TOKENS) -> np.ndarray:
+    """Return int32 [tokens]: a fixed prompt spread over the vocabulary, the same in every run of a model."""
+    return (np.arange(1, tokens + 1, dtype=np.int64) * 7919 % vocabulary_size).astype(np.int32)
 
 
 def _load(context: ProcessContext, model_path: str) -> tuple[Trainer, Checkpoint | None]:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from rollmill.config.precision import resolve_dtype
+from rollmill.config.precision import is_exact, resolve_dtype
 from rollmill.config.schema import RollmillConfig
 from rollmill.trainer.logprobs import score_tokens
 from rollmill.types import Canary
@@ -27,14 +27,12 @@ def score_canary(model: PreTrainedModel, token_ids: np.ndarray, *, config: Rollm
         config: `trainer.dtype`, `generator.dtype`, `generator.quantization` and `weights` are read.
     """
     dtype = resolve_dtype(config.trainer.dtype)
-    # bfloat16 rounds at other places in a packed and in a cached pass: equal precision is not equal bits there.
-    exact = dtype == "float32" == resolve_dtype(config.generator.dtype) and config.generator.quantization == "none"
     with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype == "bfloat16"):
         logprobs = score_tokens(model, torch.from_numpy(np.asarray(token_ids, dtype=np.int64)))
     return Canary(
         token_ids=np.asarray(token_ids, dtype=np.int32),
         logprobs=logprobs.numpy(),
-        tolerance=config.weights.canary_tolerance if exact else config.weights.canary_tolerance_mixed,
+        tolerance=config.weights.canary_tolerance if is_exact(config) else config.weights.canary_tolerance_mixed,
     )
 
 

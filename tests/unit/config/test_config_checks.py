@@ -49,6 +49,10 @@ def test_temperature_zero_is_refused_in_training_and_allowed_in_evaluation():
             ["generator.max_num_batched_tokens=40", "generator.max_num_seqs=48"],
             ["max_num_batched_tokens is 40", "max_num_seqs is 48", "max_num_batched_tokens 48", "max_num_seqs 40"],
         ),
+        (
+            ["generator.kv_on_update=drain", "generator.drain_on_update_s=40"],
+            ["drain_on_update_s is 40", "load_deadline_s is 60", "drain_on_update_s 30", "load_deadline_s 80"],
+        ),
         (["generator.quantization=int8", "generator.kernels=torch"], ['is "int8"', 'kernels "auto"', '"none"']),
         (["generator.speculation=draft"], ["draft_model is not set", 'speculation "ngram"']),
         (["generator.draft_model=small"], ["draft_model is 'small'", 'speculation is "off"', "leave generator.draft"]),

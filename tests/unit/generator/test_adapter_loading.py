@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any, cast
@@ -71,10 +72,10 @@ class Job:
 
 @contextlib.asynccontextmanager
 async def loader_of(
-    folder: Path, sources: dict[str, Any], *, places: int = 2, **changes: Any
+    folder: Path, sources: dict[str, Any], *, places: int = 2, before_step: Any = None, **changes: Any
 ) -> AsyncIterator[AdapterLoader]:
     digest = put_base(folder, tensors_of(MODEL), durable=False)
-    engine = embedded(folder, MODEL, digest=digest, max_loras=places, max_lora_rank=2)
+    engine = embedded(folder, MODEL, digest=digest, max_loras=places, max_lora_rank=2, before_step=before_step)
     options = {"kv_policy": "keep", "load_deadline_s": 20.0, "owner": "generator-0", "clock": SystemClock(), **changes}
     loader = AdapterLoader(engine, sources=sources, **options)
     try:
@@ -248,6 +249,78 @@ async def test_the_service_loads_scores_and_samples_by_adapter(tmp_path):
         with pytest.raises(ModelError, match="model 'x' is not served here; served is 'policy', 'job'"):
             service.check_model("x")
         assert service.status().running == 0
+
+
+async def test_an_adapter_that_drains_lets_its_requests_finish_and_holds_its_new_ones_back(tmp_path):
+    job, other = Job(tmp_path / "job"), Job(tmp_path / "other")
+    job.publish(11)
+    other.publish(12)
+    slow = Slow()
+    sources = {"job": job.repository, "other": other.repository}
+    async with (
+        loader_of(tmp_path, sources, kv_policy="drain", before_step=slow) as loader,
+        service_of(loader) as service,
+    ):
+        await loader.start()
+        job.publish(13)
+        old = asyncio.ensure_future(service.generate(asks("job", "old", max_new_tokens=60)))
+        await slow.until_running(service)
+        loading = asyncio.ensure_future(service.load_weights(2, adapter="job"))
+        await until(lambda: not loader.takes("job"))
+        new = asyncio.ensure_future(service.generate(asks("job", "new")))
+        slow.gone.set()
+        ((others,),) = (await service.generate(asks("other", "others")),)  # not held back
+        ((first,), (second,)), report = await asyncio.gather(old, new), await loading
+        assert first.version_spans == (VersionSpan(0, 60, 1),)
+        assert second.version_spans == (VersionSpan(0, 8, 2),)
+        assert others.version_spans == (VersionSpan(0, 8, 1),)
+        job.assert_of(first, 11)
+        job.assert_of(second, 13)
+        assert (report.cut, report.pause_s) == (0, 0.0)
+        assert report.finish_s > 0
+
+
+async def test_requests_of_an_adapter_that_do_not_finish_in_time_go_on_under_its_new_version(tmp_path):
+    job = Job(tmp_path / "job")
+    job.publish(11)
+    slow = Slow()
+    settings: dict[str, Any] = {"kv_policy": "drain", "drain_on_update_s": 0.05, "before_step": slow}
+    async with loader_of(tmp_path, {"job": job.repository}, **settings) as loader, service_of(loader) as service:
+        await loader.start()
+        job.publish(13)
+        running = asyncio.ensure_future(service.generate(asks("job", "r", max_new_tokens=60), siblings=2))
+        await slow.until_running(service)
+        loading = asyncio.ensure_future(service.load_weights(2, adapter="job"))
+        await until(lambda: not loader.takes("job"))
+        await until(lambda: loader.takes("job"))
+        slow.gone.set()
+        report = await loading
+        turns = await running
+        for turn in turns:
+            assert [span.policy_version for span in turn.version_spans] == [1, 2]
+            whole, at = job.whole(13), turn.version_spans[1].start_token
+            expected = reference_logprobs(whole, turn, SamplingParams())[at:]
+            np.testing.assert_allclose(turn.behavior_logprobs[at:], expected, atol=2e-4)
+        assert report.cut == 2
+
+
+async def until(ready: Any) -> None:
+    async with asyncio.timeout(20):
+        while not ready():  # noqa: ASYNC110 - the engine lives on another thread
+            await asyncio.sleep(0)
+
+
+class Slow:
+    """Lets each step of an engine's thread take its time, until a test lets it go."""
+
+    def __init__(self) -> None:
+        self.gone = threading.Event()
+
+    def __call__(self) -> None:
+        self.gone.wait(0.01)
+
+    async def until_running(self, service: InferenceService) -> None:
+        await until(lambda: service.replica.engine.load().output_tokens > 0)
 
 
 async def test_over_http_an_adapter_is_a_model_like_any_other(tmp_path):

@@ -257,6 +257,8 @@ def test_weight_loads_are_counted_by_outcome_and_timed_by_phase():
         swap_s=0.125,
         prove_s=0.25,
         resume_s=0.0,
+        finish_s=4.0,
+        cut=3,
         changed=True,
         canary_difference=None,
     )
@@ -268,6 +270,8 @@ def test_weight_loads_are_counted_by_outcome_and_timed_by_phase():
     assert [of(samples, "rollmill_weight_loads_total", outcome=name) for name in outcomes] == [1, 1, 1]
     seconds = {p: of(samples, "rollmill_weight_load_seconds_sum", phase=p) for p in ("pull", "stage", "swap", "prove")}
     assert seconds == {"pull": 2.0, "stage": 0.5, "swap": 0.125, "prove": 0.25}
+    assert of(samples, "rollmill_weight_load_seconds_sum", phase="finish") == 4.0
+    assert of(samples, "rollmill_weight_load_cut_requests_total") == 3
     assert of(samples, "rollmill_weight_pause_seconds_sum") == 0.375
 
 

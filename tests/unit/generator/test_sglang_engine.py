@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 import torch
 
+from generator_builders import MemoryRepository
+from replica_builders import started
 from rollmill.clock import SystemClock
 from rollmill.config.schema import GeneratorSettings, SglangSettings
 from rollmill.errors import DataError, DeadlineExceeded, EngineDead, EngineError, WeightError, WeightMismatch
@@ -20,6 +22,7 @@ from rollmill.generator.engines.remote.model import ServedModel
 from rollmill.generator.engines.remote.transfer import Spool
 from rollmill.generator.engines.sglang.port import Address
 from rollmill.generator.engines.sglang.start import bring_up
+from rollmill.generator.loading import Replica
 from rollmill.types import GenerateRequest, SamplingParams, StopReason, TokenChunk, Turn, Wave
 from rollmill.weights.tensorfile import TensorsInFile, copy_tensors
 from sglang_fake import KEY, VOCABULARY, FakeSglang, logprob_of
@@ -561,3 +564,43 @@ async def test_closing_returns_partial_turns_and_refuses_later_calls(world):
     assert (world.server.stopped, world.engine.healthy()) == (1, False)
     with pytest.raises(EngineDead, match="closed"):
         await world.engine.generate(asked("late"))
+
+
+async def drained_replica(world, *, bound_s: float) -> Replica:
+    """The engine as a replica that drains on an update, with version 2 ready to be loaded."""
+    repository = MemoryRepository()
+    for value in (1.0, 2.0):
+        repository.publish(
+            weights(value),
+            optimizer_step=0,
+            parent=None,
+            history_id="h",
+            training_dtype="float32",
+            canary=None,
+            at_s=0.0,
+        )
+    return await started(world.engine, repository, kv_policy="drain", drain_on_update_s=bound_s)
+
+
+async def test_an_update_that_drains_lets_what_is_with_the_server_finish_under_the_old_version(world):
+    replica = await drained_replica(world, bound_s=10.0)
+    task = await world.at(asked("a", max_new_tokens=20), 6)
+    loading = asyncio.ensure_future(replica.load(2))
+    world.server.allow(math.inf)
+    report = await loading
+    turn = await task
+    assert spans(turn) == [(0, 20, 1)]
+    np.testing.assert_allclose(turn.behavior_logprobs, logprobs((1, range(20), False)))
+    assert (report.cut, report.policy_version) == (0, 2)
+
+
+async def test_an_update_that_drains_cuts_what_does_not_finish_and_computes_it_anew(world):
+    replica = await drained_replica(world, bound_s=0.05)
+    task = await world.at(asked("a", max_new_tokens=20), 6)
+    report = await replica.load(2)
+    assert (report.cut, report.policy_version) == (1, 2)
+    assert report.finish_s >= 0.05
+    world.server.allow(math.inf)
+    turn = await task
+    assert spans(turn) == [(0, 6, 1), (6, 20, 2)]
+    np.testing.assert_allclose(turn.behavior_logprobs, logprobs((1, range(6), False), (2, range(6, 20), False)))

@@ -11,12 +11,15 @@ import numpy as np
 import pytest
 import torch
 
+from generator_builders import MemoryRepository
+from replica_builders import started
 from rollmill.clock import SystemClock
 from rollmill.config.schema import GeneratorSettings, VllmSettings
 from rollmill.errors import DataError, DeadlineExceeded, EngineDead, EngineError, WeightError, WeightMismatch
 from rollmill.generator.engines.meter import SecondsMeter
 from rollmill.generator.engines.remote.model import ServedModel
 from rollmill.generator.engines.vllm.start import bring_up
+from rollmill.generator.loading import Replica
 from rollmill.types import GenerateRequest, SamplingParams, StopReason, TokenChunk, Turn, Wave
 from rollmill.weights.tensorfile import TensorsInFile, write_tensors
 from vllm_fake import VOCABULARY, FakeVllm, logprob_of
@@ -455,3 +458,43 @@ async def test_closing_returns_partial_turns_refuses_later_calls_and_ends_the_se
     assert (world.engine.healthy(), world.server.stopped) == (False, 1)
     with pytest.raises(EngineDead, match="closed"):
         await world.engine.generate(asked("late"))
+
+
+async def drained_replica(world, *, bound_s: float) -> Replica:
+    """The engine as a replica that drains on an update, with version 2 ready to be loaded."""
+    repository = MemoryRepository()
+    for value in (1.0, 2.0):
+        repository.publish(
+            weights(value),
+            optimizer_step=0,
+            parent=None,
+            history_id="h",
+            training_dtype="float32",
+            canary=None,
+            at_s=0.0,
+        )
+    return await started(world.engine, repository, kv_policy="drain", drain_on_update_s=bound_s)
+
+
+async def test_an_update_that_drains_lets_what_is_with_the_server_finish_under_the_old_version(world):
+    replica = await drained_replica(world, bound_s=10.0)
+    task = await world.at(asked("a", max_new_tokens=20), 6)
+    loading = asyncio.ensure_future(replica.load(2))
+    world.server.allow(math.inf)
+    report = await loading
+    turn = await task
+    assert world.spans(turn) == [(0, 20, 1)]
+    np.testing.assert_allclose(turn.behavior_logprobs, expected(turn))
+    assert (report.cut, report.policy_version) == (0, 2)
+
+
+async def test_an_update_that_drains_cuts_what_does_not_finish_and_computes_it_anew(world):
+    replica = await drained_replica(world, bound_s=0.05)
+    task = await world.at(asked("a", max_new_tokens=20), 6)
+    report = await replica.load(2)
+    assert (report.cut, report.policy_version) == (1, 2)
+    assert report.finish_s >= 0.05
+    world.server.allow(math.inf)
+    turn = await task
+    assert world.spans(turn) == [(0, 6, 1), (6, 20, 2)]
+    np.testing.assert_allclose(turn.behavior_logprobs, expected(turn))

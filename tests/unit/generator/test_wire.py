@@ -67,7 +67,8 @@ def test_a_turn_comes_back_equal_to_the_bit():
 
 
 @pytest.mark.parametrize("difference", [None, 0.0, 2e-5])
-def test_a_load_report_says_whether_a_canary_was_compared(difference):
+@pytest.mark.parametrize("followed", [None, 0.0, 0.97])
+def test_a_load_report_says_whether_a_canary_was_compared(difference, followed):
     report = wire.LoadReport(
         policy_version=3,
         digest="d",
@@ -81,6 +82,11 @@ def test_a_load_report_says_whether_a_canary_was_compared(difference):
         prove_s=0.05,
         resume_s=0.02,
         stage_s=0.75,
+        finish_s=1.5,
+        cut=3,
+        canary_mean=difference,
+        canary_mean_tolerance=difference,
+        canary_followed=followed,
     )
     assert wire.report_from_message(over_the_wire(wire.report_to_message(report))) == report
 

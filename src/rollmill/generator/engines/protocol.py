@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 PauseMode = Literal["keep", "drain", "abort"]
 KvPolicy = Literal["keep", "recompute"]
+UpdatePolicy = Literal["keep", "recompute", "drain"]
+"""What becomes of requests in flight when weights change; `rollmill.generator.drain` makes a `KvPolicy` of it."""
 OnTokens = Callable[[TokenChunk], None]
 """Hears tokens as they are sampled: on the caller's event loop, in order, all of them before the turn is returned."""
 

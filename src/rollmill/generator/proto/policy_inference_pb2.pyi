@@ -215,7 +215,7 @@ class LoadWeightsRequest(_message.Message):
     def __init__(self, policy_version: _Optional[int] = ..., job: _Optional[str] = ..., adapter: _Optional[str] = ...) -> None: ...
 
 class LoadWeightsReply(_message.Message):
-    __slots__ = ("policy_version", "digest", "nbytes", "pull_s", "pause_s", "changed", "canary_difference", "drain_s", "swap_s", "prove_s", "resume_s", "stage_s", "replicas")
+    __slots__ = ("policy_version", "digest", "nbytes", "pull_s", "pause_s", "changed", "canary_difference", "drain_s", "swap_s", "prove_s", "resume_s", "stage_s", "replicas", "finish_s", "cut", "canary_mean", "canary_mean_tolerance", "canary_followed")
     POLICY_VERSION_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
     NBYTES_FIELD_NUMBER: _ClassVar[int]
@@ -229,6 +229,11 @@ class LoadWeightsReply(_message.Message):
     RESUME_S_FIELD_NUMBER: _ClassVar[int]
     STAGE_S_FIELD_NUMBER: _ClassVar[int]
     REPLICAS_FIELD_NUMBER: _ClassVar[int]
+    FINISH_S_FIELD_NUMBER: _ClassVar[int]
+    CUT_FIELD_NUMBER: _ClassVar[int]
+    CANARY_MEAN_FIELD_NUMBER: _ClassVar[int]
+    CANARY_MEAN_TOLERANCE_FIELD_NUMBER: _ClassVar[int]
+    CANARY_FOLLOWED_FIELD_NUMBER: _ClassVar[int]
     policy_version: int
     digest: str
     nbytes: int
@@ -242,7 +247,12 @@ class LoadWeightsReply(_message.Message):
     resume_s: float
     stage_s: float
     replicas: _containers.RepeatedCompositeFieldContainer[ReplicaLoad]
-    def __init__(self, policy_version: _Optional[int] = ..., digest: _Optional[str] = ..., nbytes: _Optional[int] = ..., pull_s: _Optional[float] = ..., pause_s: _Optional[float] = ..., changed: _Optional[bool] = ..., canary_difference: _Optional[float] = ..., drain_s: _Optional[float] = ..., swap_s: _Optional[float] = ..., prove_s: _Optional[float] = ..., resume_s: _Optional[float] = ..., stage_s: _Optional[float] = ..., replicas: _Optional[_Iterable[_Union[ReplicaLoad, _Mapping]]] = ...) -> None: ...
+    finish_s: float
+    cut: int
+    canary_mean: float
+    canary_mean_tolerance: float
+    canary_followed: float
+    def __init__(self, policy_version: _Optional[int] = ..., digest: _Optional[str] = ..., nbytes: _Optional[int] = ..., pull_s: _Optional[float] = ..., pause_s: _Optional[float] = ..., changed: _Optional[bool] = ..., canary_difference: _Optional[float] = ..., drain_s: _Optional[float] = ..., swap_s: _Optional[float] = ..., prove_s: _Optional[float] = ..., resume_s: _Optional[float] = ..., stage_s: _Optional[float] = ..., replicas: _Optional[_Iterable[_Union[ReplicaLoad, _Mapping]]] = ..., finish_s: _Optional[float] = ..., cut: _Optional[int] = ..., canary_mean: _Optional[float] = ..., canary_mean_tolerance: _Optional[float] = ..., canary_followed: _Optional[float] = ...) -> None: ...
 
 class ReplicaLoad(_message.Message):
     __slots__ = ("replica", "result", "error", "digest", "pause_s")
@@ -360,7 +370,7 @@ class HostKv(_message.Message):
     def __init__(self, used_bytes: _Optional[int] = ..., capacity_bytes: _Optional[int] = ..., hits: _Optional[int] = ..., misses: _Optional[int] = ..., evictions: _Optional[int] = ..., damaged: _Optional[int] = ..., stored_bytes: _Optional[int] = ..., restored_bytes: _Optional[int] = ...) -> None: ...
 
 class FleetMember(_message.Message):
-    __slots__ = ("replica", "state", "reason", "policy_version", "digest", "in_flight", "others", "places", "kv_use", "loading", "jobs")
+    __slots__ = ("replica", "state", "reason", "policy_version", "digest", "in_flight", "others", "places", "kv_use", "loading", "jobs", "adapters")
     REPLICA_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
@@ -372,6 +382,7 @@ class FleetMember(_message.Message):
     KV_USE_FIELD_NUMBER: _ClassVar[int]
     LOADING_FIELD_NUMBER: _ClassVar[int]
     JOBS_FIELD_NUMBER: _ClassVar[int]
+    ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     replica: str
     state: str
     reason: str
@@ -383,4 +394,5 @@ class FleetMember(_message.Message):
     kv_use: float
     loading: int
     jobs: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, replica: _Optional[str] = ..., state: _Optional[str] = ..., reason: _Optional[str] = ..., policy_version: _Optional[int] = ..., digest: _Optional[str] = ..., in_flight: _Optional[int] = ..., others: _Optional[int] = ..., places: _Optional[int] = ..., kv_use: _Optional[float] = ..., loading: _Optional[int] = ..., jobs: _Optional[_Iterable[str]] = ...) -> None: ...
+    adapters: _containers.RepeatedCompositeFieldContainer[AdapterStatus]
+    def __init__(self, replica: _Optional[str] = ..., state: _Optional[str] = ..., reason: _Optional[str] = ..., policy_version: _Optional[int] = ..., digest: _Optional[str] = ..., in_flight: _Optional[int] = ..., others: _Optional[int] = ..., places: _Optional[int] = ..., kv_use: _Optional[float] = ..., loading: _Optional[int] = ..., jobs: _Optional[_Iterable[str]] = ..., adapters: _Optional[_Iterable[_Union[AdapterStatus, _Mapping]]] = ...) -> None: ...

@@ -367,7 +367,7 @@ def joined_report(loads: Sequence[ReplicaLoad], *, policy_version: int) -> LoadR
             raise kind(text)
         except TypeError:  # a class that wants more than a message
             raise EngineError(text) from errors[0]
-    times = ("pull_s", "stage_s", "pause_s", "drain_s", "swap_s", "prove_s", "resume_s")
+    times = ("pull_s", "stage_s", "finish_s", "pause_s", "drain_s", "swap_s", "prove_s", "resume_s")
     differences = [one.canary_difference for one in loaded if one.canary_difference is not None]
     return LoadReport(
         policy_version=policy_version,
@@ -375,5 +375,6 @@ def joined_report(loads: Sequence[ReplicaLoad], *, policy_version: int) -> LoadR
         nbytes=sum(one.nbytes for one in loaded),
         changed=any(one.changed for one in loaded),
         canary_difference=max(differences, default=None),
+        cut=sum(one.cut for one in loaded),
         **{name: max(getattr(one, name) for one in loaded) for name in times},
     )
