@@ -156,20 +156,16 @@ def check_canary(
     history = History() if history is None else history
     tolerance = mean_tolerance(canary, dtype=info.dtype, first=history.first)
     largest, mean = canary_difference(canary, scored=scored), _distance(canary, scored)
-    if not (largest <= canary.tolerance and mean <= tolerance):
-        raise WeightMismatch(
-            f"policy version {manifest.policy_version}: the engine's log-probs on the canary differ from the "
-            f"trainer's by {largest:.3g} nats, tolerance {canary.tolerance:g}, and by {mean:.3g} on average, tolerance "
-            f"{tolerance:.3g}{_calibrated_by(history.first)}. The weights being served are not the weights that were "
-            "published, or the precisions differ; see weights.canary_tolerance",
-            published=manifest.digest,
-            served=info.digest,
-        )
+    if not largest <= canary.tolerance:
+        raise _differs(manifest, f"{largest:.3g} nats, tolerance {canary.tolerance:g}", info=info)
     found = [
         _check_movement(manifest, earlier, scored=scored, info=info, first=history.first)
         for earlier in (history.first, history.last)
         if earlier is not None and _comparable(earlier, canary, dtype=info.dtype)
     ]
+    if not mean <= tolerance:
+        by = f"{mean:.3g} nats on average, tolerance {tolerance:.3g}{_calibrated_by(history.first)}"
+        raise _differs(manifest, by, info=info)
     movement = found[-1] if found else None
     return Proof(
         policy_version=manifest.policy_version,
@@ -295,6 +291,16 @@ def _comparable(earlier: Proof, canary: Canary, *, dtype: str) -> bool:
 
 def _distance(canary: Canary, scored: np.ndarray) -> float:
     return float(np.mean(np.abs(canary.logprobs.astype(np.float64) - scored.astype(np.float64))))
+
+
+def _differs(manifest: WeightManifest, by: str, *, info: EngineInfo) -> WeightMismatch:
+    return WeightMismatch(
+        f"policy version {manifest.policy_version}: the engine's log-probs on the canary differ from the trainer's by "
+        f"{by}. The weights being served are not the weights that were published, or the precisions differ; see "
+        "weights.canary_tolerance",
+        published=manifest.digest,
+        served=info.digest,
+    )
 
 
 def _calibrated_by(first: Proof | None) -> str:
