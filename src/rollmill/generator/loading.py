@@ -316,6 +316,8 @@ class Replica:
             return None
         scored = await self.engine.score(manifest.canary.token_ids)
         proof = check_canary(manifest, scored=scored, info=self.engine.info(), history=self._proven)
+        if proof is not None and self._proven.first is None:
+            log.info("%s", proof.text())
         self._proven = self._proven.then(proof)
         return proof
 

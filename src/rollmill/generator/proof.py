@@ -33,7 +33,7 @@ NEARER = 4.0
 MARGIN = 4.0
 """The mean difference of later versions may be this many times that of the first: it varies with the weights."""
 FLOORS = {"float32": 1e-4, "bfloat16": 0.02, "int8": 0.05}
-"""Dtype of an engine -> nats that the mean difference may always be; measured with small models and SmolLM2-135M."""
+"""Dtype of an engine -> nats that the mean difference may always be: the first version may have been a lucky one."""
 _OTHER_FLOOR = 0.05
 MISSING = 0.25
 """Share of the trainer's movement that must be missing in the engine's."""
@@ -41,6 +41,8 @@ SIGMAS = 6.0
 """Standard errors by which it must be missing: a false alarm costs a replica, and there are thousands of loads."""
 ENOUGH = 16
 """Log-probs that residuals need before they say how much noise there is."""
+SPREAD = 4.0
+"""Log-probs over which a movement must be spread: one that is rounded badly must not speak for all."""
 STILL = 1e-4
 """Nats, mean: if the trainer's log-probs moved by more, those of an engine that rounds do not stay equal to the bit."""
 
@@ -67,6 +69,15 @@ class Proof(msgspec.Struct, frozen=True, kw_only=True):
     mean: float
     mean_tolerance: float
     followed: float | None = None
+
+    def text(self) -> str:
+        """Return how a first version calibrates its precision, for people."""
+        tolerance = mean_tolerance(self.canary, dtype=self.dtype, first=self)
+        return (
+            f"canary in {self.dtype}: policy version {self.policy_version} differs from the trainer by {self.mean:.3g} "
+            f"nats on average, {self.largest:.3g} at most; later ones may by {tolerance:.3g} and "
+            f"{self.canary.tolerance:g}"
+        )
 
 
 class History(msgspec.Struct, frozen=True, kw_only=True):
@@ -230,8 +241,10 @@ def _slope_error(moved: np.ndarray, rest: np.ndarray, *, power: float) -> float:
     The larger of two: that of equal noise everywhere, and one that holds where unlikely tokens, which move most, are
     also rounded worst (HC3; MacKinnon and White 1985, doi:10.1016/0304-4076(85)90158-7).
     """
+    leverage = moved**2 / power
+    if float(leverage @ leverage) * SPREAD > 1.0:
+        return math.inf
     plain = math.sqrt(float(rest @ rest) / (len(rest) - 1) / power)
-    leverage = np.minimum(moved**2 / power, 1.0 - 1e-9)  # one token that moves alone proves nothing
     return max(plain, float(np.sqrt(np.sum((moved * rest / (1.0 - leverage)) ** 2))) / power)
 
 

@@ -67,6 +67,8 @@ class FakeFaults:
         fail_buckets: policy version -> bucket (from 1) at which its update fails; from the second on, weights have been
             changed and the engine is dirty.
         ignore_updates: these policy versions are said to be loaded, but the engine keeps what it has.
+        old_heads: policy version -> older one whose output head it is served with, as a packed copy that is not
+            refreshed does it; seen by `FakeCanary`.
     """
 
     die_at_request: int | None = None
@@ -76,6 +78,30 @@ class FakeFaults:
     spoil_updates: frozenset[int] = frozenset()
     fail_buckets: Mapping[int, int] = field(default_factory=dict)
     ignore_updates: frozenset[int] = frozenset()
+    old_heads: Mapping[int, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FakeCanary:
+    """What the fake scores on a canary: the trainer's log-probs, rounded as an engine of some precision does it.
+
+    Attributes:
+        logprobs: policy version -> float [n - 1], the trainer's log-probs on the canary.
+        dtype: that the engine says it computes in.
+        noise: standard deviation of the rounding, nats; other numbers for each version, the same each time.
+        head_share: of a movement of the log-probs that comes from the output head.
+    """
+
+    logprobs: Callable[[int], np.ndarray]
+    dtype: str = "bfloat16"
+    noise: float = 0.03
+    head_share: float = 0.6
+
+    def scored(self, policy_version: int, *, head: int) -> np.ndarray:
+        """Return float32 [n - 1] under weights whose output head is that of another version."""
+        new, old = self.logprobs(policy_version), self.logprobs(head)
+        noise = np.random.default_rng(policy_version).normal(0.0, self.noise, len(new))
+        return (new + self.head_share * (old - new) + noise).astype(np.float32)
 
 
 def _keep_no_result(result: Turn | Exception) -> None:
@@ -107,6 +133,7 @@ class FakeEngine:
         update_buckets: parts in which weights arrive.
         script: returns the tokens a request shall get, or `None` for sampled ones. The log-probs of scripted tokens are
             the policy's under temperature 1.
+        canary: what it scores on prompts of that length; without one it has no `canary` to be proven by.
     """
 
     def __init__(
@@ -122,6 +149,7 @@ class FakeEngine:
         faults: FakeFaults | None = None,
         update_buckets: int = 1,
         script: Script | None = None,
+        canary: FakeCanary | None = None,
     ) -> None:
         self._clock = clock
         self._meter = SecondsMeter(clock, cause="startup")
@@ -131,7 +159,7 @@ class FakeEngine:
         self._latency = FakeLatency() if latency is None else latency
         self._faults = FakeFaults() if faults is None else faults
         self._update_buckets = update_buckets
-        self._script = script
+        self._script, self._canary = script, canary
         self._live: dict[str, _Live] = {}
         self._arrived = 0
         self._output_tokens = self._prefill_tokens = 0
@@ -148,7 +176,7 @@ class FakeEngine:
         return EngineInfo(
             kind="fake",
             model="fake",
-            dtype="float32",
+            dtype="float32" if self._canary is None else self._canary.dtype,
             vocabulary_size=self._vocabulary_size,
             max_model_len=self._max_model_len,
             max_num_seqs=self._max_slots,
@@ -167,6 +195,7 @@ class FakeEngine:
                 "version_spans",
                 # What it samples depends on nothing but the request and the weights.
                 "waves",
+                *(() if self._canary is None else ("canary",)),
             ),
             policy_version=self._policy_version,
             digest=self._digest,
@@ -287,6 +316,9 @@ class FakeEngine:
         ids = np.asarray(token_ids, dtype=np.int64)
         if len(ids) < 2 or ids.min() < 0 or ids.max() >= self._vocabulary_size:
             raise DataError(f"cannot score {len(ids)} token ids; 2 or more of {self._vocabulary_size} are accepted")
+        version = self._policy_version
+        if self._canary is not None and len(ids) == len(self._canary.logprobs(version)) + 1:
+            return self._canary.scored(version, head=self._faults.old_heads.get(version, version))
         pairs = itertools.pairwise(ids)
         return np.array([self.logprobs(int(before))[after] for before, after in pairs], dtype=np.float32)
 
