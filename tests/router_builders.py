@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Coroutine
 from typing import Any, TypeVar
 
+import msgspec
 import numpy as np
 
 from rollmill.clock import VirtualClock
@@ -150,7 +151,8 @@ class MemoryReplica:
         if self.state != "serving":
             raise UpstreamError(NotServing(f"{self.name} is {self.state}"), Ended.REFUSED)
         ids = np.array(message.prompt_ids or [7, 8, 9])
-        request = request_from_message(message, prompt_ids=ids)
+        # The fake samples nothing but its base: an adapter here is a name in the status.
+        request = msgspec.structs.replace(request_from_message(message, prompt_ids=ids), adapter="")
         return message, sibling_requests(request, siblings=message.siblings or 1)
 
     async def stream(self, data: bytes, *, timeout_s: float) -> AsyncGenerator[bytes, None]:

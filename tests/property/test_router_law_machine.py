@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from rollmill.config.router import RouterSettings
+from rollmill.errors import ModelError
 from rollmill.generator.router.law import RouterLaw
 from rollmill.generator.router.records import Ask, Ended, Instruction, Refuse, Report, Seen, Send
 from rollmill.generator.router.rolling import Result, RollingUpdate
@@ -21,6 +22,7 @@ JOBS = {
     "y": {"weight": 2.0, "max_queue": 6},
     "z": {"priority": "low"},
 }
+ADAPTERS = ("maths", "tools")
 OWN = {"c": ("x", "y")}
 """This replica serves no other job."""
 
@@ -56,7 +58,13 @@ class LawMachine(RuleBasedStateMachine):
     def check_sent(self, one: Send, request: Ask) -> None:
         member = self.law.table[one.replica]
         assert member.seen is Seen.SERVING
-        assert member.policy_version >= request.min_policy_version
+        if request.adapter:
+            # It has this adapter in a version that is new enough, or can load it.
+            assert member.adapters[request.adapter] == 0 or (
+                member.adapters[request.adapter] >= request.min_policy_version
+            )
+        else:
+            assert member.policy_version >= request.min_policy_version
         assert not member.jobs or request.job in member.jobs
         if request.session_id:
             self.check_session(one, request)
@@ -68,11 +76,7 @@ class LawMachine(RuleBasedStateMachine):
         if home is None or home == one.replica or home not in self.law.table:
             return
         left = self.law.table[home]
-        fit = (
-            left.seen is Seen.SERVING
-            and left.policy_version >= request.min_policy_version
-            and left.breaker.allows(now_s=self.now_s)
-        )
+        fit = left.seen is Seen.SERVING and left.has(request) and left.breaker.allows(now_s=self.now_s)
         # It moved although its replica is fit: then the request had failed there, or there was no room for it.
         assert not fit or not left.has_room(request.siblings) or request.request_id in self.retried
 
@@ -91,8 +95,9 @@ class LawMachine(RuleBasedStateMachine):
         state=st.sampled_from(["serving", "serving", "serving", "dirty", "draining", "starting"]),
         version=st.integers(1, 3),
         running=st.integers(0, 3),
+        adapters=st.dictionaries(st.sampled_from(ADAPTERS), st.integers(0, 3)),
     )
-    def report(self, name, state, version, running):
+    def report(self, name, state, version, running, adapters):
         if name not in self.law.table:
             return
         age_s = self.now_s + 1.0
@@ -104,6 +109,7 @@ class LawMachine(RuleBasedStateMachine):
             slots=2,
             kv_use=running / 4,
             age_s=age_s,
+            adapters=adapters,
         )
         self.hear(self.law.report(name, found, now_s=self.now_s, in_flight_before=0))
 
@@ -136,14 +142,31 @@ class LawMachine(RuleBasedStateMachine):
         session=st.sampled_from(["", "s", "t"]),
         version=st.sampled_from([0, 0, 1, 3]),
         siblings=st.sampled_from([1, 1, 2, 5]),
+        adapter=st.sampled_from(["", "", *ADAPTERS]),
     )
-    def submit(self, job, session, version, siblings):
+    def submit(self, job, session, version, siblings, adapter):
         self.count += 1
         name = f"r{self.count}"
-        request = Ask(request_id=name, job=job, session_id=session, min_policy_version=version, siblings=siblings)
+        request = Ask(
+            request_id=name,
+            job=job,
+            session_id=session,
+            min_policy_version=version,
+            siblings=siblings,
+            adapter=adapter,
+        )
         self.asks[name] = request
         self.waiting.add(name)
-        self.hear(self.law.submit(request, now_s=self.now_s))
+        said = self.law.submit(request, now_s=self.now_s)
+        self.check_refused(said, request)
+        self.hear(said)
+
+    def check_refused(self, said: list[Instruction], request: Ask) -> None:
+        """An adapter is refused as unknown just when no replica that may get this job's requests may ever have it."""
+        unknown = any(isinstance(one, Refuse) and isinstance(one.error, ModelError) for one in said)
+        members = [one for one in self.law.table.of_job(request.job) if one.seen is not Seen.LEAVING]
+        nobody = bool(members) and all(one.heard and request.adapter not in one.adapters for one in members)
+        assert unknown == (bool(request.adapter) and nobody)
 
     @precondition(lambda self: self.at)
     @rule(data=st.data(), how=st.sampled_from([Ended.ANSWERED, Ended.ANSWERED, *Ended]), again=st.booleans())
@@ -159,7 +182,9 @@ class LawMachine(RuleBasedStateMachine):
         if again and how in (Ended.LOST, Ended.FAILED, Ended.REFUSED, Ended.DECLINED):
             new_name = f"again {name}"
             self.hear(self.law.close(name, now_s=self.now_s))
-            request = Ask(request_id=new_name, job=old.job, session_id=old.session_id, siblings=old.siblings)
+            request = Ask(
+                request_id=new_name, job=old.job, session_id=old.session_id, siblings=old.siblings, adapter=old.adapter
+            )
             self.asks[new_name] = request
             self.waiting.add(new_name)
             self.hear(self.law.resubmit(request, excluded={replica}, arrived_s=self.now_s, now_s=self.now_s))

@@ -14,16 +14,13 @@ import msgspec
 import numpy as np
 import pytest
 
+from adapter_builders import MODEL, PAIRS, Job, asks
 from generator_builders import (
     MemoryRepository,
-    adapter_for,
-    canary_for,
     embedded,
-    merged_model,
     prompt_of,
     random_model,
     reference_logprobs,
-    request,
     tensors_of,
 )
 from rollmill.clock import SystemClock, VirtualClock
@@ -34,40 +31,9 @@ from rollmill.generator.engines.fake import FakeEngine
 from rollmill.generator.http.app import HttpApp
 from rollmill.generator.loading import Replica
 from rollmill.generator.service import InferenceService
-from rollmill.types import Adapter, GenerateRequest, SamplingParams, Turn, VersionSpan
+from rollmill.types import SamplingParams, VersionSpan
 from rollmill.weights.bases import put_base
 from rollmill.weights.repository import LocalModelRepository
-
-MODEL = random_model(seed=1)
-PAIRS = {seed: adapter_for(MODEL, seed=seed) for seed in (11, 12, 13)}
-
-
-class Job:
-    """A run that trains an adapter."""
-
-    def __init__(self, folder: Path, *, base: Any = MODEL) -> None:
-        self.repository = LocalModelRepository(folder, transport="file")
-        self.base = base
-        self.settings = Adapter(base_digest=self.repository.put_base(tensors_of(base)), rank=2, alpha=3.0)
-
-    def publish(self, seed: int, *, canary_of: int | None = None) -> int:
-        return self.repository.publish(
-            PAIRS[seed],
-            optimizer_step=0,
-            parent=None,
-            history_id="h",
-            training_dtype="float32",
-            canary=canary_for(self.whole(seed if canary_of is None else canary_of)),
-            at_s=0.0,
-            adapter=self.settings,
-        ).policy_version
-
-    def whole(self, seed: int) -> Any:
-        return merged_model(self.base, PAIRS[seed], settings=self.settings)
-
-    def assert_of(self, turn: Turn, seed: int) -> None:
-        expected = reference_logprobs(self.whole(seed), turn, SamplingParams())
-        np.testing.assert_allclose(turn.behavior_logprobs, expected, atol=2e-4)
 
 
 @contextlib.asynccontextmanager
@@ -83,10 +49,6 @@ async def loader_of(
     finally:
         await loader.close()
         await engine.close()
-
-
-def asks(adapter: str, request_id: str, **sampling: Any) -> GenerateRequest:
-    return msgspec.structs.replace(request(request_id, prompt_of(12), **sampling), adapter=adapter)
 
 
 def versions(loader: AdapterLoader) -> dict[str, int]:

@@ -414,8 +414,9 @@ def test_an_adapters_version_goes_to_those_that_know_it_and_changes_nothing_else
     run(test)
 
 
-def test_the_version_that_a_request_wants_of_an_adapter_is_for_its_replica_to_judge():
-    message = pb.GenerateRequest(request_id="r", prompt_ids=[1], min_policy_version=9)
-    assert ask_of(message).min_policy_version == 9
-    message.adapter = "maths"
-    assert ask_of(message).min_policy_version == 0
+def test_an_adapter_may_be_named_as_the_model_and_the_version_that_is_wanted_is_its_own():
+    message = pb.GenerateRequest(request_id="r", prompt_ids=[1], min_policy_version=9, model="maths")
+    asked = [ask_of(message, adapters=names) for names in ({"maths"}, {"tools"})]
+    assert [(one.adapter, one.min_policy_version) for one in asked] == [("maths", 9), ("", 9)]
+    message.adapter = "tools"
+    assert ask_of(message, adapters={"maths"}).adapter == "tools"

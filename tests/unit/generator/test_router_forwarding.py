@@ -10,7 +10,16 @@ import numpy as np
 import pytest
 
 from rollmill.clock import VirtualClock
-from rollmill.errors import DataError, DeadlineExceeded, EngineDead, EngineError, NotServing, Overloaded, RequestIdInUse
+from rollmill.errors import (
+    DataError,
+    DeadlineExceeded,
+    EngineDead,
+    EngineError,
+    ModelError,
+    NotServing,
+    Overloaded,
+    RequestIdInUse,
+)
 from rollmill.generator.proto import policy_inference_pb2 as pb
 from rollmill.generator.router.records import Ended, Seen
 from rollmill.generator.router.upstream import UpstreamError
@@ -665,3 +674,26 @@ async def _error(work: Coroutine[Any, Any, Any]) -> BaseException:
     except Exception as error:
         return error
     raise AssertionError(f"it was answered: {found}")
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_replica_that_lost_an_adapter_is_looked_at_and_the_request_goes_to_another_that_has_it(streamed):
+    async def test(clock: VirtualClock) -> None:
+        fixture = Fixture("a", "b", "c", clock=clock)
+        for name in ("a", "b"):
+            fixture.law.report(name, report(slots=8, digest="same", adapters={"maths": 1}), now_s=0.0)
+        fixture.replicas["a"].fail_with = UpstreamError(ModelError("adapter 'maths' is unknown here"), Ended.INVALID)
+        asked = message("r", adapter="maths")
+        if streamed:
+            assert len(joined(await fixture.stream(asked))[0]) == 10
+        else:
+            assert len((await fixture.generate(asked)).samples) == 1
+        assert [len(replica.seen) for replica in fixture.replicas.values()] == [1, 1, 0]
+        assert fixture.troubles == ["a"]
+        assert fixture.law.table["a"].seen is Seen.SERVING
+        fixture.replicas["b"].fail_with = fixture.replicas["a"].fail_with
+        with pytest.raises(ModelError, match=r"failed; it was tried at .*a: adapter 'maths' is unknown here"):
+            await fixture.generate(message("s", adapter="maths"))
+        fixture.check_all_is_given_back()
+
+    run(test)

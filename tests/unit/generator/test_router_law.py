@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from rollmill.errors import NotServing, Overloaded, RequestIdInUse
+from rollmill.errors import ModelError, NotServing, Overloaded, RequestIdInUse
+from rollmill.generator.router.law import RouterLaw
 from rollmill.generator.router.records import Ended, Seen
 from router_builders import answer, ask, law_of, place, refused, report, sent
 
@@ -405,3 +406,88 @@ def test_a_hedge_goes_to_another_replica_within_the_budget():
     law.close("r0", now_s=1.0)
     law.validate()
     assert law.table["a"].in_flight == 0
+
+
+# -- adapters
+
+
+def fleet_with_adapters(**adapters: dict[str, int]) -> RouterLaw:
+    law = law_of(*adapters, slots=4)
+    for name, has in adapters.items():
+        law.report(name, report(adapters=has), now_s=0.0)
+    return law
+
+
+def test_a_request_for_an_adapter_goes_to_a_replica_that_has_it_however_busy_others_are_not():
+    law = fleet_with_adapters(a={"maths": 3}, b={"tools": 1}, c={})
+    assert [place(law, f"m{number}", adapter="maths") for number in range(4)] == ["a"] * 4
+    assert place(law, "m4", adapter="maths") is None  # b and c have room, and not the adapter
+    assert place(law, "t", adapter="tools") == "b"
+    assert "4 of 4 places of 1 replicas are taken" in law.why_waiting("m4")
+
+
+def test_a_replica_that_has_an_adapter_loaded_comes_before_one_that_would_load_it():
+    law = law_of("a", "b", slots=8)
+    for name, version in (("a", 0), ("b", 2)):
+        law.report(name, report(slots=8, adapters={"maths": version}), now_s=0.0)
+    # A quarter of eight places is two: b until it has two more than a.
+    assert [place(law, f"r{number}", adapter="maths") for number in range(4)] == ["b", "b", "a", "b"]
+
+
+def test_the_version_that_is_wanted_of_an_adapter_is_its_own_and_not_that_of_the_base():
+    law = fleet_with_adapters(a={"maths": 3}, b={"maths": 5})  # the base is at 1 on both
+    assert [place(law, f"r{n}", adapter="maths", min_policy_version=5) for n in range(3)] == ["b"] * 3
+    assert place(law, "newer", adapter="maths", min_policy_version=6) is None
+    assert law.why_waiting("newer") == (
+        "no replica serves adapter 'maths' in policy version 6 or newer: a has version 3; b has version 5"
+    )
+    assert place(law, "base", min_policy_version=1) == "a"
+    assert sent(law.report("a", report(adapters={"maths": 6}), now_s=1.0)) == [("newer", "a")]
+
+
+def test_an_adapter_that_no_replica_knows_is_refused_at_once_with_who_has_what():
+    law = fleet_with_adapters(a={"maths": 3, "tools": 0}, b={})
+    error = refused(law.submit(ask("r", adapter="poems"), now_s=0.0))
+    assert isinstance(error, ModelError)
+    assert "no replica knows adapter 'poems': a has 'maths', 'tools'; b has none" in str(error)
+    law.validate()
+
+
+def test_an_adapter_is_waited_for_while_a_replica_that_may_have_it_has_not_answered():
+    law = fleet_with_adapters(a={})
+    law.table.join("b")
+    assert place(law, "r", adapter="maths") is None
+    assert "a has none; b has not answered yet" in law.why_waiting("r")
+    assert sent(law.report("b", report(slots=4, adapters={"maths": 0}), now_s=1.0)) == [("r", "b")]
+
+
+def test_an_adapter_of_a_replica_that_does_not_serve_now_is_waited_for():
+    law = fleet_with_adapters(a={"maths": 2}, b={})
+    law.report("a", report(state="dirty", adapters={"maths": 2}), now_s=0.0)
+    assert place(law, "r", adapter="maths") is None
+    assert "a has version 2, and is dirty; b has none" in law.why_waiting("r")
+
+
+def test_requests_that_wait_for_an_adapter_hold_up_nobody_else():
+    law = fleet_with_adapters(a={"maths": 1}, b={})
+    law.report("a", report(state="draining", adapters={"maths": 1}), now_s=0.0)
+    assert place(law, "r", adapter="maths") is None
+    assert place(law, "base") == "b"
+
+
+def test_a_session_moves_from_a_replica_that_was_restarted_without_its_adapter():
+    law = fleet_with_adapters(a={"maths": 1}, b={"maths": 1})
+    home = place(law, "r1", adapter="maths", session_id="s")
+    answer(law, "r1", "a")
+    assert home == "a"
+    law.report("a", report(adapters={}), now_s=0.0)
+    assert place(law, "r2", adapter="maths", session_id="s") == "b"
+
+
+def test_an_adapter_of_another_job_is_unknown_to_this_one():
+    law = fleet_with_adapters(a={"maths": 1})
+    law.table.join("own", jobs=("x",))
+    law.report("own", report(adapters={"tools": 1}), now_s=0.0)
+    assert place(law, "r", adapter="tools", job="x") == "own"
+    error = refused(law.submit(ask("s", adapter="tools", job="y"), now_s=0.0))
+    assert "no replica of job y knows adapter 'tools': a has 'maths'" in str(error)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Collection, Iterable
 
 import msgspec
 
@@ -12,6 +12,7 @@ from rollmill.errors import (
     DeadlineExceeded,
     EngineDead,
     EngineError,
+    ModelError,
     NotServing,
     Overloaded,
     RollmillError,
@@ -73,14 +74,21 @@ class Call:
     )
 
     def __init__(
-        self, message: pb.GenerateRequest, data: bytes, *, now_s: float, emit: Emit | None, codec: TextCodec | None
+        self,
+        message: pb.GenerateRequest,
+        data: bytes,
+        *,
+        now_s: float,
+        emit: Emit | None,
+        codec: TextCodec | None,
+        adapters: Collection[str] = (),
     ) -> None:
         self.message = message
         self.data = data
         self.emit = emit
         self.started_s = now_s
         self.deadline_at_s = now_s + (message.deadline_s or DEFAULT_DEADLINE_S)
-        self.ask = ask_of(message)
+        self.ask = ask_of(message, adapters=adapters)
         self.siblings = message.siblings or 1
         self._progress: Progress | None = None
         self._codec = codec
@@ -153,7 +161,7 @@ class Call:
         text = f"request {self.message.request_id} failed{self.story()}"
         if isinstance(error, Overloaded):
             return Overloaded(text, retry_after_s=error.retry_after_s)
-        kinds = (EngineDead, NotServing, DataError, DeadlineExceeded)
+        kinds = (EngineDead, NotServing, DataError, ModelError, DeadlineExceeded)
         return next((kind for kind in kinds if isinstance(error, kind)), EngineError)(text)
 
     def cannot_move(self, error: RollmillError) -> RollmillError:
@@ -166,15 +174,19 @@ class Call:
         )
 
 
-def ask_of(message: pb.GenerateRequest) -> Ask:
-    """Return what the law has to know of a request."""
+def ask_of(message: pb.GenerateRequest, *, adapters: Collection[str] = ()) -> Ask:
+    """Return what the law has to know of a request.
+
+    Args:
+        adapters: names that a request may also give as its model.
+    """
     return Ask(
         request_id=message.request_id,
         job=message.job,
         session_id=message.session_id,
         group_key=message.group_key,
         wave_id=message.wave.wave_id if message.HasField("wave") else "",
-        # Of an adapter only its replica knows the version.
-        min_policy_version=0 if message.adapter else message.min_policy_version,
+        min_policy_version=message.min_policy_version,
         siblings=message.siblings or 1,
+        adapter=message.adapter or (message.model if message.model in adapters else ""),
     )

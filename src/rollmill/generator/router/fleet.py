@@ -250,8 +250,7 @@ class Fleet:
         """
         async with self._updating:
             serving = [member.name for member in self._law.table.of_job(job) if member.seen is Seen.SERVING]
-            known = {one: {has.name for has in status.adapters} for one, status in self.statuses.items()}
-            names = [one for one in serving if name in known.get(one, ())]
+            names = [one for one in serving if name in self._law.table[one].adapters]
             if not names:
                 raise ModelError(
                     f"no replica that serves knows adapter {name!r}: {self._law.table.summary()}. Start one with "
@@ -346,6 +345,7 @@ def report_of(status: pb.StatusReply) -> Report:
         kv_use=status.kv_used_tokens / capacity if capacity else 0.0,
         age_s=status.wall_s,
         max_model_len=status.max_model_len,
+        adapters={one.name: one.policy_version for one in status.adapters},
     )
 
 

@@ -27,6 +27,7 @@ from rollmill.errors import (
     DeadlineExceeded,
     EngineDead,
     LengthMismatch,
+    ModelError,
     NotServing,
     Overloaded,
     RequestIdInUse,
@@ -218,7 +219,14 @@ class Forwarder:
             )
         if not message.deadline_s >= 0:
             raise DataError(f"request {message.request_id} has a deadline of {message.deadline_s:g} s; give 0 or more")
-        call = Call(message, data, now_s=self._clock.now_s(), emit=emit, codec=self._codec)
+        call = Call(
+            message,
+            data,
+            now_s=self._clock.now_s(),
+            emit=emit,
+            codec=self._codec,
+            adapters=self._law.table.adapters,
+        )
         self._calls[message.request_id] = call
         self._names |= names
         self._idle.clear()
@@ -258,7 +266,8 @@ class Forwarder:
             message = read(pb.GenerateReply, reply, replica=replica)
             ended = Ended.ANSWERED
         except UpstreamError as error:
-            ended, why = error.ended, str(error.error)
+            error.ended = ended = self._judged(error, piece, replica)
+            why = str(error.error)
             raise
         finally:
             self._tell(piece, replica, ended, why=why)
@@ -303,7 +312,11 @@ class Forwarder:
         message = call.progress.move(index, deadline_s=deadline_s)
         call.names.add(message.request_id)
         return Piece(
-            ask=ask_of(message), data=message.SerializeToString(), siblings=(index,), bases=(base,), fresh=False
+            ask=msgspec.structs.replace(ask_of(message), adapter=call.ask.adapter),
+            data=message.SerializeToString(),
+            siblings=(index,),
+            bases=(base,),
+            fresh=False,
         )
 
     async def _together(self, call: Call, pieces: Sequence[Piece]) -> None:
@@ -426,8 +439,8 @@ class Forwarder:
             self._check_ended(call, piece, replica)
             ended = Ended.ANSWERED
         except UpstreamError as error:
-            ended, why = error.ended, str(error.error)
-            error.replica = replica
+            error.ended = ended = self._judged(error, piece, replica)
+            why, error.replica = str(error.error), replica
             raise
         except LengthMismatch as error:
             ended, why = Ended.FAILED, str(error)
@@ -523,6 +536,13 @@ class Forwarder:
         self.obey(self._law.ended(piece.ask.request_id, replica, ended, now_s=now_s, why=why))
         if ended in (Ended.LOST, Ended.REFUSED, Ended.FAILED):
             self._on_trouble(replica)
+
+    def _judged(self, error: UpstreamError, piece: Piece, replica: str) -> Ended:
+        """Return how an attempt ended: a replica that lost its adapter has not seen a bad request."""
+        if error.ended is not Ended.INVALID or not piece.ask.adapter or not isinstance(error.error, ModelError):
+            return error.ended
+        self._on_trouble(replica)  # it was restarted with others: look what it has now
+        return Ended.DECLINED
 
     def _may_move(self, call: Call, index: int) -> bool:
         return self._settings.on_loss == "continue" and call.tries[index] + 1 < self._settings.max_attempts

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 
 from rollmill.config.router import RouterSettings
-from rollmill.errors import InvariantViolation, NotServing, Overloaded, RequestIdInUse
+from rollmill.errors import InvariantViolation, ModelError, NotServing, Overloaded, RequestIdInUse
 from rollmill.generator.router.affinity import Homes, Key
 from rollmill.generator.router.hedging import HedgeLaw
 from rollmill.generator.router.queues import JobQueues, Ticket
@@ -56,6 +56,8 @@ class RouterLaw:
         if self._closed_to_new is not None:
             why = f"request {ask.request_id} refused: {self._closed_to_new}"
             return [Refuse(ask.request_id, NotServing(why))]
+        if ask.adapter and (why := self.table.unknown_adapter(ask)) is not None:
+            return [Refuse(ask.request_id, ModelError(f"request {ask.request_id} refused: {why}"))]
         job = self.queues.job(ask.job)
         ticket = Ticket(ask, job=job, arrived_s=now_s, excluded=_NOBODY)
         self.hedges.request()
@@ -153,6 +155,9 @@ class RouterLaw:
                 f"its job has {job.in_flight} samples in flight, and its max_in_flight is {job.settings.max_in_flight}"
             )
         serving = self.table.eligible(ask, excluded=_NOBODY, now_s=float("inf"))
+        if not serving and ask.adapter:
+            wanted = f" in policy version {ask.min_policy_version} or newer" if ask.min_policy_version else ""
+            return f"no replica serves adapter {ask.adapter!r}{wanted}: {self.table.who_has(ask)}"
         if not serving:
             newest = max((m.policy_version for m in self.table if m.seen is Seen.SERVING), default=None)
             wanted = f" policy version {ask.min_policy_version} or newer" if ask.min_policy_version else ""

@@ -1,7 +1,7 @@
 """Who is next: waiting requests by job, with priority classes, weights and quotas. Pure.
 
-* Within a job requests go in order of arrival; those that want newer weights than others wait in a lane of their own,
-  so that they hold up nobody.
+* Within a job requests go in order of arrival; those that want newer weights than others, or another adapter, wait in a
+  lane of their own, so that they hold up nobody.
 * Among jobs of one class each gets samples in proportion to its weight (start-time fair queueing): a job's `tag` grows
   by samples / weight with each sample sent, the lowest tag is next, and who was idle saved nothing up.
 * A higher class goes first; a job whose first request has waited long counts as one class higher for each
@@ -57,7 +57,7 @@ class JobQueue:
         self.waiting = 0
         self.sent = 0
         self.tag = 0.0
-        self._lanes: dict[int, deque[Ticket]] = {}
+        self._lanes: dict[tuple[int, str], deque[Ticket]] = {}
 
     def within_quota(self, samples: int) -> bool:
         """Return whether so many samples may be sent now; a request larger than the quota goes alone."""
@@ -66,7 +66,7 @@ class JobQueue:
 
     def put(self, ticket: Ticket, *, first: bool) -> None:
         """Let a request wait: at the end, or before all others if it comes back."""
-        lane = self._lanes.setdefault(ticket.ask.min_policy_version, deque())
+        lane = self._lanes.setdefault(_lane_of(ticket.ask), deque())
         if first:
             lane.appendleft(ticket)
         else:
@@ -76,13 +76,13 @@ class JobQueue:
 
     def remove(self, ticket: Ticket) -> None:
         """Take a request out, wherever it stands."""
-        lane = self._lanes[ticket.ask.min_policy_version]
+        lane = self._lanes[_lane_of(ticket.ask)]
         if lane[0] is ticket:
             lane.popleft()
         else:
             lane.remove(ticket)
         if not lane:
-            del self._lanes[ticket.ask.min_policy_version]
+            del self._lanes[_lane_of(ticket.ask)]
         ticket.waiting = False
         self.waiting -= ticket.ask.siblings
 
@@ -96,6 +96,10 @@ class JobQueue:
         """Return its class now, 0 the highest, with what its first request's wait has earned it."""
         waited_s = now_s - self.heads()[0].arrived_s
         return max(0, _RANK[self.settings.priority] - int(waited_s / promote_after_s))
+
+
+def _lane_of(ask: Ask) -> tuple[int, str]:
+    return ask.min_policy_version, ask.adapter
 
 
 class JobQueues:

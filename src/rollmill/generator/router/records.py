@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Mapping
 
 import msgspec
 
@@ -29,7 +30,9 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         wave_id: requests of one wave go to one replica or fail.
+        min_policy_version: of the adapter, if it names one.
         siblings: samples it holds a place for.
+        adapter: that it asks for; empty for what the replica serves itself.
     """
 
     request_id: str
@@ -39,6 +42,7 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
     wave_id: str = ""
     min_policy_version: int = 0
     siblings: int = 1
+    adapter: str = ""
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,6 +53,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         slots: samples it decodes at once.
         kv_use: share of its KV that is taken.
         age_s: since its engine was made; falls when it was restarted.
+        adapters: name -> version of those that it serves, 0 for those that it loads when they are asked for.
     """
 
     state: str
@@ -61,6 +66,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     kv_use: float = 0.0
     age_s: float = 0.0
     max_model_len: int = 0
+    adapters: Mapping[str, int] = {}
 
 
 class Send(msgspec.Struct, frozen=True):

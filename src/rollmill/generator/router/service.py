@@ -127,10 +127,15 @@ class RouterService:
         name, now_s = f"\x00score {self._scores}", self._clock.now_s()
         tried: set[str] = set()
         while True:
-            ask = Ask(request_id=name, job=message.job)
+            ask = Ask(request_id=name, job=message.job, adapter=message.adapter)
+            if message.adapter and (why := self.law.table.unknown_adapter(ask)) is not None:
+                raise ModelError(f"these tokens are not scored: {why}")
             members = self.law.table.eligible(ask, excluded=tried, now_s=now_s)
             if not members:
-                raise NotServing(f"no replica can score now: {self.law.table.summary()}. Look at the replicas' logs")
+                having = f" by adapter {message.adapter!r} ({self.law.table.who_has(ask)})" if message.adapter else ""
+                raise NotServing(
+                    f"no replica can score now{having}: {self.law.table.summary()}. Look at the replicas' logs"
+                )
             replica = min(members, key=lambda member: (member.load(), member.requests, member.name)).name
             try:
                 return await self.fleet.upstreams[replica].score(data, timeout_s=timeout_s)
@@ -264,6 +269,7 @@ class RouterService:
                 kv_use=one.kv_use,
                 loading=one.loading or 0,
                 jobs=one.jobs,
+                adapters=[pb.AdapterStatus(name=name, policy_version=at) for name, at in one.adapters.items()],
             )
             for one in members
         )

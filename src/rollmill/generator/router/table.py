@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from math import ceil
 
 from rollmill.config.router import RouterSettings
@@ -13,6 +13,8 @@ KV_WEIGHT = 0.5
 """Of the KV in use beside the places in use: KV that only caches prefixes is no load."""
 LOADING_WEIGHT = 0.25
 """Of a replica that is about to pause for new weights: others are better while they have room."""
+ADAPTER_WEIGHT = 0.25
+"""Of a replica that would have to load a request's adapter first: one that has it is better while it has room."""
 _STANDING = {
     "starting": Seen.JOINING,
     "serving": Seen.SERVING,
@@ -26,6 +28,8 @@ class Member:
     """One replica.
 
     Attributes:
+        adapters: name -> version, 0 for one that it can load; as it said last.
+        heard: whether it has ever said what it serves.
         extra: load beside the places in use: KV, and weights that it is about to load.
         jobs: it serves these; all if empty.
         places: samples it gets at once.
@@ -36,10 +40,12 @@ class Member:
     """
 
     __slots__ = (
+        "adapters",
         "age_s",
         "breaker",
         "digest",
         "extra",
+        "heard",
         "in_flight",
         "jobs",
         "kv_use",
@@ -71,6 +77,16 @@ class Member:
         self.age_s = 0.0
         self.loading: int | None = None
         self.target: int | None = None
+        self.adapters: Mapping[str, int] = {}
+        self.heard = False
+
+    def has(self, ask: Ask) -> bool:
+        """Return whether it serves, or can load, what a request asks for in a version that is new enough."""
+        if not ask.adapter:
+            return self.policy_version >= ask.min_policy_version
+        version = self.adapters.get(ask.adapter)
+        # Which version it would load is not known here; it refuses the request if that is too old, which goes on then.
+        return version is not None and (version == 0 or version >= ask.min_policy_version)
 
     def load(self) -> float:
         """Return how busy it is; 1.0 is full."""
@@ -86,13 +102,18 @@ class Member:
 
 
 class ReplicaTable:
-    """All replicas of the fleet."""
+    """All replicas of the fleet.
+
+    Attributes:
+        adapters: names that any of them knows.
+    """
 
     def __init__(self, settings: RouterSettings) -> None:
         self._settings = settings
         self._members: dict[str, Member] = {}
         self._targets: dict[tuple[str, ...], int] = {}
         self._serving: list[Member] = []
+        self.adapters: frozenset[str] = frozenset()
 
     def __iter__(self) -> Iterator[Member]:
         return iter(self._members.values())
@@ -137,6 +158,7 @@ class ReplicaTable:
     def _forget_idle(self, member: Member) -> None:
         if member.seen is Seen.LEAVING and member.in_flight <= 0:
             del self._members[member.name]
+            self._note_members()
 
     def silent(self, name: str, *, reason: str, dead: bool = False) -> None:
         """A replica did not answer, or broke a request; it serves again once it answers."""
@@ -161,6 +183,7 @@ class ReplicaTable:
         member.places = ceil(member.slots * self._settings.overcommit)
         member.others = max(0, report.running + report.waiting - max(in_flight_before, member.in_flight))
         member.kv_use, member.age_s = report.kv_use, report.age_s
+        member.adapters, member.heard = report.adapters, True
         member.note_extra()
         seen, reason = _STANDING.get(report.state, Seen.UNKNOWN), report.reason
         if seen is Seen.SERVING:
@@ -177,7 +200,11 @@ class ReplicaTable:
 
     def _see(self, member: Member, seen: Seen, reason: str) -> None:
         member.seen, member.reason = seen, reason
+        self._note_members()
+
+    def _note_members(self) -> None:
         self._serving = [one for one in self._members.values() if one.seen is Seen.SERVING]
+        self.adapters = frozenset(name for one in self._members.values() for name in one.adapters)
 
     def _fit(self, member: Member, *, joins: bool) -> tuple[Seen, str]:
         """Return what a replica that says it serves is fit for in this fleet."""
@@ -224,7 +251,7 @@ class ReplicaTable:
         """Return whether a replica may get a request, full or not."""
         return (
             member.seen is Seen.SERVING
-            and member.policy_version >= ask.min_policy_version
+            and member.has(ask)
             and (not member.jobs or ask.job in member.jobs)
             and (member.breaker.closed or member.breaker.allows(now_s=now_s))
             and member.name not in excluded
@@ -243,18 +270,23 @@ class ReplicaTable:
             excluded: replicas that it must not go to.
             reserved: replicas whose room is promised to others.
         """
-        job, version, samples = ask.job, ask.min_policy_version, ask.siblings
+        job, version, samples, adapter = ask.job, ask.min_policy_version, ask.siblings, ask.adapter
+        serving = self._serving
+        if adapter:
+            serving, version = [one for one in serving if one.has(ask)], 0
         best: Member | None = None
         least: Member | None = None
         best_load = least_load = 0.0
         # The one loop that every request goes through, hence without calls.
-        for one in self._serving:
+        for one in serving:
             if one.policy_version < version or (one.jobs and job not in one.jobs) or one.name in excluded:
                 continue
             if not one.breaker.closed and not one.breaker.allows(now_s=now_s):
                 continue
             used = one.in_flight + one.others
             load = used / one.places + one.extra
+            if adapter and not one.adapters[adapter]:
+                load += ADAPTER_WEIGHT
             if least is None or load < least_load:
                 least, least_load = one, load
             if (one.in_flight and used + samples > one.places) or one.name in reserved:
@@ -266,6 +298,23 @@ class ReplicaTable:
             ):
                 best, best_load = one, load
         return best, least
+
+    def unknown_adapter(self, ask: Ask) -> str | None:
+        """Return why no replica will ever serve a request's adapter, as far as is known; `None` if one may.
+
+        A replica that has not answered yet may know it.
+        """
+        members = [one for one in self.of_job(ask.job) if one.seen is not Seen.LEAVING]
+        if not ask.adapter or not members or any(not one.heard or ask.adapter in one.adapters for one in members):
+            return None
+        return (
+            f"no replica{f' of job {ask.job}' if ask.job else ''} knows adapter {ask.adapter[:256]!r}: "
+            f"{self.who_has(ask)}. Start one with --adapter {ask.adapter[:256]}=DIR, or ask for one of those"
+        )
+
+    def who_has(self, ask: Ask) -> str:
+        """Return which replica has a request's adapter, and in which version, or else which ones it has."""
+        return "; ".join(f"{one.name} {_has_text(one, ask.adapter)}" for one in self.of_job(ask.job))
 
     def has_room(self) -> bool:
         """Return whether any replica could take one more sample."""
@@ -281,3 +330,12 @@ class ReplicaTable:
             )
             or "the list of replicas is empty"
         )
+
+
+def _has_text(member: Member, adapter: str) -> str:
+    version = member.adapters.get(adapter)
+    if version is None:
+        others = ", ".join(f"{name!r}" for name in member.adapters) or "none"
+        return f"has {others}" if member.heard else "has not answered yet"
+    has = f"has version {version}" if version else "can load it"
+    return has if member.seen is Seen.SERVING else f"{has}, and is {member.seen.value}"
