@@ -194,11 +194,12 @@ async def test_a_bad_score_gets_its_status():
 async def test_rewards_are_refused_with_the_engines_that_give_them(tmp_path):
     repository, old, _ = two_versions()
     async with service(embedded(tmp_path, old), repository) as client:
-        with pytest.raises(EngineError, match=r"without a reward head.*Engines that give them: fake"):
+        with pytest.raises(EngineError, match=r"without a reward head.*ForSequenceClassification\): embedded, fake"):
             await client.reward(np.array([1, 2, 3]))
     async with service(quick_engine(), repository) as client:
         reward, logprobs = await client.reward(np.array([1, 2, 3])), await client.score(np.array([1, 2, 3]))
-    assert reward == pytest.approx(logprobs.mean())
+    assert reward.scores == pytest.approx([logprobs.mean()])
+    assert reward.policy_version == 1
 
 
 async def test_a_draining_replica_says_that_another_one_may_take_the_request():

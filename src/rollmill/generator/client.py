@@ -9,7 +9,7 @@ import grpc
 import numpy as np
 
 from rollmill.errors import EngineDead, EngineError, RollmillError
-from rollmill.generator.engines.protocol import OnTokens
+from rollmill.generator.engines.protocol import OnTokens, Reward
 from rollmill.generator.proto import policy_inference_pb2 as pb
 from rollmill.generator.proto import policy_inference_pb2_grpc as pb_grpc
 from rollmill.generator.security import TlsFiles, bearer
@@ -21,6 +21,7 @@ from rollmill.generator.wire import (
     chunk_from_message,
     report_from_message,
     request_to_message,
+    reward_from_message,
     status_from_message,
     turns_from_message,
 )
@@ -167,14 +168,14 @@ class GeneratorClient:
         reply = await self._call(self._stub.Score, message, deadline_s=self._control_deadline_s)
         return np.array(reply.logprobs, dtype=np.float32)
 
-    async def reward(self, token_ids: np.ndarray) -> float:
-        """Return the score that the replica's reward head gives to a whole sequence.
+    async def reward(self, token_ids: np.ndarray) -> Reward:
+        """Return what the replica's reward head says of a whole sequence.
 
         Raises:
-            EngineError: if its engine has no reward head, naming those that have one.
+            EngineError: if its engine serves no reward head, naming those that can.
         """
         message = pb.ScoreRequest(token_ids=token_ids.tolist(), what="reward")
-        return (await self._call(self._stub.Score, message, deadline_s=self._control_deadline_s)).reward
+        return reward_from_message(await self._call(self._stub.Score, message, deadline_s=self._control_deadline_s))
 
     async def load_weights(
         self, policy_version: int, *, deadline_s: float, adapter: str = "", job: str = ""

@@ -43,6 +43,7 @@ from rollmill.generator.wire import (
     prompt_from_message,
     report_to_message,
     request_from_message,
+    reward_to_message,
     seed_of,
     status_to_message,
     turns_to_message,
@@ -144,8 +145,7 @@ class PolicyInferenceServicer(pb_grpc.PolicyInferenceServicer):
                 logprobs, version = await self.service.score(ids, adapter=message.adapter)
                 return pb.ScoreReply(logprobs=logprobs.tolist(), policy_version=version)
             case "reward":
-                reward, version = await self.service.reward(ids)
-                return pb.ScoreReply(reward=reward, policy_version=version)
+                return reward_to_message(await self.service.reward(ids))
             case other:
                 raise DataError(f"Score was asked for {other!r}; it gives `logprobs` or `reward`")
 

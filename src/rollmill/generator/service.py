@@ -13,8 +13,9 @@ no protocol of the wire.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Protocol, TypeVar
 
 import msgspec
@@ -31,12 +32,12 @@ from rollmill.errors import (
     RollmillError,
 )
 from rollmill.generator.adapters import AdapterLoader
-from rollmill.generator.engines.protocol import REWARD_SCORE, RewardEngine, engines_with
+from rollmill.generator.engines.protocol import REWARD_SCORE, Reward, RewardEngine, engines_with
 from rollmill.generator.engines.streams import mix
 from rollmill.generator.limits import Places, check_limits
 from rollmill.generator.loading import Replica
 from rollmill.generator.state import ReplicaState, move, refusal
-from rollmill.generator.wire import LoadReport, Prompt, ReplicaStatus, sibling_id
+from rollmill.generator.wire import DEFAULT_DEADLINE_S, LoadReport, Prompt, ReplicaStatus, sibling_id
 from rollmill.types import GenerateRequest, Message, TokenChunk, Turn
 
 T = TypeVar("T")
@@ -197,9 +198,7 @@ class InferenceService:
         return turns
 
     async def _generate(self, request: GenerateRequest, *, siblings: int, listener: Listener | None) -> list[Turn]:
-        if (why := refusal(self.replica.standing, to_generate=True)) is not None:
-            kind = EngineDead if self.replica.standing.state is ReplicaState.DEAD else NotServing
-            raise kind(f"request {request.request_id} refused: {why}")
+        self._refuse_unless_serving(f"request {request.request_id}")
         check_limits(request, siblings=siblings, limits=self.limits)
         parts = sibling_requests(request, siblings=siblings)
         names = {request.request_id, *(part.request_id for part in parts)}
@@ -207,20 +206,14 @@ class InferenceService:
             raise RequestIdInUse(
                 f"request id {min(used)} is in use; ids, also those of siblings, must be unique while a request lives"
             )
-        self._places.take(siblings, request_id=request.request_id)
-        self._siblings[request.request_id] = tuple(part.request_id for part in parts)
-        self._names |= names
-        self._active += 1
-        self._idle.clear()
-        try:
-            return await self._run_with_adapter(parts, listener=listener)
-        finally:
-            del self._siblings[request.request_id]
-            self._names -= names
-            self._places.give_back(siblings)
-            self._active -= 1
-            if not self._active:
-                self._idle.set()
+        with self._busy(siblings, request_id=request.request_id):
+            self._siblings[request.request_id] = tuple(part.request_id for part in parts)
+            self._names |= names
+            try:
+                return await self._run_with_adapter(parts, listener=listener)
+            finally:
+                del self._siblings[request.request_id]
+                self._names -= names
 
     async def _run_with_adapter(self, parts: list[GenerateRequest], *, listener: Listener | None) -> list[Turn]:
         name = parts[0].adapter
@@ -267,12 +260,15 @@ class InferenceService:
         parts = self._siblings.get(request_id, one)
         return any([await self.replica.engine.abort(part) for part in parts])
 
-    async def score(self, token_ids: np.ndarray, *, adapter: str = "") -> tuple[np.ndarray, int]:
+    async def score(
+        self, token_ids: np.ndarray, *, adapter: str = "", deadline_s: float = DEFAULT_DEADLINE_S, job: str = ""
+    ) -> tuple[np.ndarray, int]:
         """Return float32 [n - 1] log-probs under temperature 1, and the policy version that gave them.
 
         Args:
             token_ids: int [n].
             adapter: that scores; empty for the base alone.
+            deadline_s, job: what a router goes by; the caller's own timeout counts here.
 
         Raises:
             EngineError: if the weights were swapped meanwhile.
@@ -290,25 +286,54 @@ class InferenceService:
             raise EngineError("the weights were swapped while these tokens were scored; score them again")
         return logprobs, version
 
-    async def reward(self, token_ids: np.ndarray) -> tuple[float, int]:
-        """Return the reward head's score of a whole sequence, and the policy version that gave it.
+    async def reward(self, token_ids: np.ndarray, *, deadline_s: float = DEFAULT_DEADLINE_S, job: str = "") -> Reward:
+        """Return what the reward head says of a whole sequence; it takes a place as a sample does.
+
+        Args:
+            token_ids: int [n].
+            deadline_s: longest wait.
+            job: what a router goes by.
 
         Raises:
-            EngineError: if the engine has no reward head, naming the engines that have one; or the weights were swapped
-                meanwhile.
+            NotServing: if the replica is starting, dirty or draining; `EngineDead` if it is dead.
+            EngineError: if the engine serves no reward head, naming the engines that can.
             DataError: if the ids do not fit.
+            Overloaded: if as many samples as the replica takes run or wait.
+            DeadlineExceeded: if it was not scored in time.
+
+        Cancellation:
+            takes the sequence out of the queue.
         """
         engine = self.replica.engine
         info = engine.info()
         if REWARD_SCORE not in info.capabilities or not isinstance(engine, RewardEngine):
             raise EngineError(
                 f"the {info.kind} engine serves {info.model} without a reward head, so it gives no rewards. Engines "
-                f"that give them: {engines_with(REWARD_SCORE)}; or ask for logprobs"
+                f"that can serve one (a ...ForSequenceClassification): {engines_with(REWARD_SCORE)}; or ask for "
+                "logprobs"
             )
-        reward = await engine.reward(token_ids)
-        if engine.info().policy_version != info.policy_version:
-            raise EngineError("the weights were swapped while this sequence was scored; score it again")
-        return reward, info.policy_version
+        self._refuse_unless_serving("a sequence to score")
+        with self._busy(1, request_id="to score a sequence"):
+            return await engine.reward(token_ids, deadline_s=deadline_s)
+
+    def _refuse_unless_serving(self, what: str) -> None:
+        if (why := refusal(self.replica.standing, to_generate=True)) is not None:
+            kind = EngineDead if self.replica.standing.state is ReplicaState.DEAD else NotServing
+            raise kind(f"{what} refused: {why}")
+
+    @contextlib.contextmanager
+    def _busy(self, places: int, *, request_id: str) -> Iterator[None]:
+        """Hold places, and a drain back, while a call runs."""
+        self._places.take(places, request_id=request_id)
+        self._active += 1
+        self._idle.clear()
+        try:
+            yield
+        finally:
+            self._places.give_back(places)
+            self._active -= 1
+            if not self._active:
+                self._idle.set()
 
     async def load_weights(self, policy_version: int, *, adapter: str = "") -> LoadReport:
         """Serve another version; see `Replica.load` and, with an adapter's name, `AdapterLoader.load` for the errors.

@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 
 from rollmill.errors import DataError, LengthMismatch
-from rollmill.generator.engines.protocol import AdapterInfo, HostKvLoad
+from rollmill.generator.engines.protocol import AdapterInfo, HostKvLoad, Reward
 from rollmill.generator.engines.sequence import spans_of
 from rollmill.generator.proto import policy_inference_pb2 as pb
 from rollmill.generator.state import ReplicaState
@@ -427,6 +427,19 @@ def _timings_from_message(message: pb.Timings) -> TurnTimings:
 # -- weights and status
 
 _OPTIONAL_OF_A_REPORT = ("canary_mean", "canary_mean_tolerance", "canary_followed")
+
+
+def reward_to_message(reward: Reward) -> pb.ScoreReply:
+    """Return the message of what a reward head said."""
+    message = pb.ScoreReply(policy_version=reward.policy_version, rewards=reward.scores.tolist())
+    if len(reward.scores) == 1:
+        message.reward = float(reward.scores[0])
+    return message
+
+
+def reward_from_message(message: pb.ScoreReply) -> Reward:
+    """Return what a reward head said."""
+    return Reward(scores=np.array(message.rewards, dtype=np.float32), policy_version=message.policy_version)
 
 
 def report_to_message(report: LoadReport) -> pb.LoadWeightsReply:

@@ -30,6 +30,7 @@ from rollmill.runtime.stopping import stop_on_signals
 from rollmill.runtime.threads import process_environment
 from rollmill.types import WeightManifest
 from rollmill.weights.fixed import FixedModel
+from rollmill.weights.inspection import inspect
 from rollmill.weights.protocol import ModelRepository
 from rollmill.weights.repository import LocalModelRepository
 
@@ -113,7 +114,7 @@ def serve_replica(options: ServeOptions, *, on_serving: Callable[[Served], None]
             os.environ.setdefault(name, value)
     from rollmill.weights.prepare import prepare
 
-    path = prepare(options.config.model.source).path
+    path = prepare(options.config.model.source, serving=True).path
     codec = Renderer(path)
     sources = {name: open_repository(folder) for name, folder in options.adapters.items()}
     repository, engine = engine_and_repository(options, path=path, clock=SystemClock(), adapters=sources)
@@ -273,6 +274,8 @@ def engine_and_repository(
         fixed = FixedModel(path, at_s=clock.wall_s())
         return fixed, _engine(options.config, path=path, repository=fixed, clock=clock)
     except WeightError:
+        if inspect(path).has_reward_head:
+            raise
         # Older names or another layout, which the trainer's loader knows.
         fixed = FixedModel(path, at_s=clock.wall_s(), read=lambda: _converted(path))
         return fixed, _engine(options.config, path=path, repository=fixed, clock=clock)

@@ -17,6 +17,7 @@ from rollmill.weights.tensorfile import DTYPE_NAMES, read_header
 
 _INDEX = "model.safetensors.index.json"
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model")
+_REWARD_HEAD = "ForSequenceClassification"
 _EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "embed_in.weight")
 
 
@@ -46,6 +47,11 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     vocabulary_size: int
     max_positions: int
     tied: bool
+
+    @property
+    def has_reward_head(self) -> bool:
+        """Whether it gives scores for a sequence instead of the next token's distribution."""
+        return self.architecture.endswith(_REWARD_HEAD)
 
     def kv_bytes_per_token(self, dtype_bytes: int) -> int:
         """Return bytes of keys and values that one token keeps.
@@ -89,8 +95,12 @@ def inspect(path: str | Path) -> ModelFacts:
     )
 
 
-def check_directory(path: str | Path) -> ModelFacts:
+def check_directory(path: str | Path, *, serving: bool = False) -> ModelFacts:
     """Check that a directory can be trained as it is, and return its facts.
+
+    Args:
+        path: the directory.
+        serving: whether it is served alone, and not trained: then it may have a reward head.
 
     Raises:
         ModelError: naming what is missing or does not fit, and what to do.
@@ -98,7 +108,7 @@ def check_directory(path: str | Path) -> ModelFacts:
     path = Path(path)
     facts = inspect(path)
     config = read_config(path)
-    _check_architecture(facts, config, path=path)
+    _check_architecture(facts, config, path=path, serving=serving)
     if not any((path / name).exists() for name in _TOKENIZERS):
         raise ModelError(
             f"{path} has no tokenizer ({', '.join(_TOKENIZERS[:2])}). Copy the tokenizer files of the same model "
@@ -193,10 +203,11 @@ def _read_json(file: Path) -> dict[str, Any]:
     return content
 
 
-def _check_architecture(facts: ModelFacts, config: dict[str, Any], *, path: Path) -> None:
+def _check_architecture(facts: ModelFacts, config: dict[str, Any], *, path: Path, serving: bool) -> None:
     reasons: list[str] = []
-    if not facts.architecture.endswith("ForCausalLM"):
-        reasons.append(f"architecture {facts.architecture} is not a causal language model (...ForCausalLM)")
+    if not facts.architecture.endswith(("ForCausalLM", _REWARD_HEAD) if serving else "ForCausalLM"):
+        more = f", and has no reward head (...{_REWARD_HEAD})" if serving else ""
+        reasons.append(f"architecture {facts.architecture} is not a causal language model (...ForCausalLM){more}")
     if config.get("is_encoder_decoder"):
         reasons.append("it has an encoder")
     kinds = sorted(set(config.get("layer_types") or ()) - {"full_attention"})

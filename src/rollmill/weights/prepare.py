@@ -57,12 +57,13 @@ class _Sidecar(msgspec.Struct, frozen=True, kw_only=True):
     weight_bytes: int
 
 
-def prepare(source: str | Path, *, cache_dir: str | Path | None = None) -> PreparedModel:
+def prepare(source: str | Path, *, cache_dir: str | Path | None = None, serving: bool = False) -> PreparedModel:
     """Return a ready model directory for a source, preparing it if that was not done before.
 
     Args:
         source: a name of `catalog()`, a local Hugging Face directory, or (with a hub) a hub name.
         cache_dir: where prepared models are kept; see `catalog.cache_directory`.
+        serving: whether it is served alone, and not trained: then a directory may hold a model with a reward head.
 
     Raises:
         ModelError: if the source is unknown, incomplete or unsupported; says what was tried.
@@ -72,8 +73,8 @@ def prepare(source: str | Path, *, cache_dir: str | Path | None = None) -> Prepa
         if entry.name == str(source):
             return _from_catalog(entry, cache_dir=cache_directory(cache_dir))
     if Path(source).is_dir():
-        return _described(Path(source).resolve(), name=str(source))
-    return _from_hub(str(source))
+        return _described(Path(source).resolve(), name=str(source), serving=serving)
+    return _from_hub(str(source), serving=serving)
 
 
 def find_prepared(source: str | Path, *, cache_dir: str | Path | None = None) -> Path | None:
@@ -206,9 +207,9 @@ def _remove_abandoned(target: Path) -> None:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _described(path: Path, *, name: str, digest: str | None = None) -> PreparedModel:
+def _described(path: Path, *, name: str, digest: str | None = None, serving: bool = False) -> PreparedModel:
     """Check a directory and describe it; the digest is computed where nobody has kept it."""
-    facts = check_directory(path)
+    facts = check_directory(path, serving=serving)
     return PreparedModel(
         path=path, name=name, dtype=facts.dtype, parameters=facts.parameters, digest=digest or _digest(path)
     )
@@ -221,7 +222,7 @@ def _digest(path: Path) -> str:
     return whole_digest(entries)
 
 
-def _from_hub(source: str) -> PreparedModel:
+def _from_hub(source: str, *, serving: bool) -> PreparedModel:
     names = [entry.name for entry in catalog()]
     near = difflib.get_close_matches(source, names, n=1)
     kinds = (
@@ -238,7 +239,7 @@ def _from_hub(source: str) -> PreparedModel:
         )
     if importlib.util.find_spec("huggingface_hub") is None:
         raise MissingExtraError(package="huggingface_hub", extra="torch", purpose=f"model {source!r} from a hub")
-    return _described(_download(source, kinds=kinds), name=source)
+    return _described(_download(source, kinds=kinds), name=source, serving=serving)
 
 
 def _download(source: str, *, kinds: str) -> Path:

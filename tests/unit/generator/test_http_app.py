@@ -7,6 +7,7 @@ import importlib.util
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 
 from http_builders import MODEL, TOY, Peer, chat, choices_of, events_of, in_world, says
@@ -19,6 +20,7 @@ from rollmill.generator.state import ReplicaState, move
 from rollmill.types import GenerateRequest, Message, SamplingParams
 
 CHAT, COMPLETION, TOKENS = "/v1/chat/completions", "/v1/completions", "/inference/v1/generate"
+SCORE = "/inference/v1/score"
 ONE_S = FakeLatency(step_s=1.0)
 
 
@@ -237,6 +239,43 @@ def test_a_streamed_chat_adds_up_to_the_one_that_is_not(stop):
         for field in ("finish_reason", "stop_reason", "stop_match", "version_spans", "cached_tokens"):
             assert pieces[-1].get(field) == choice.get(field)
         assert [piece["finish_reason"] for piece in pieces[:-1]] == [None] * (len(pieces) - 1)
+
+
+def test_scores_are_those_of_the_service_and_say_which_version_gave_them():
+    async def scenario(client, service):
+        ids = {"token_ids": [3, 4, 5]}
+        answers = [await client.post(SCORE, json={**ids, **more}) for more in ({}, {"what": "reward"})]
+        logprobs, _ = await service.score(np.array([3, 4, 5]))
+        return [answer.json() for answer in answers], logprobs
+
+    (scored, rewarded), logprobs = in_world(scenario)
+    assert scored == {"logprobs": logprobs.tolist(), "policy_version": 1}
+    assert rewarded == {"rewards": [float(logprobs.mean())], "policy_version": 1}
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "text"),
+    [
+        ({"token_ids": [1, 2], "what": "entropy"}, "what", "Invalid enum value 'entropy'"),
+        ({"token_ids": [1, 2], "what": "reward", "adapter": "maths"}, "adapter", "log-probs alone"),
+        ({"token_ids": [1, 2], "temperature": 0.5}, "temperature", "Unknown parameter"),
+        ({"token_ids": [1, 2], "deadline_s": 0}, "deadline_s", "> 0.0"),
+        ({"token_ids": [-1]}, "token_ids[0]", ">= 0"),
+    ],
+)
+def test_a_score_that_cannot_be_given_names_the_field(body, param, text):
+    status, error, _ = refused(SCORE, body)
+    assert (status, error["param"], text in error["message"]) == (400, param, True)
+
+
+def test_a_draining_replica_gives_no_rewards():
+    async def scenario(client, service):
+        await service.drain(0.1, reason="told to")
+        answer = await client.post(SCORE, json={"token_ids": [1, 2], "what": "reward"})
+        return answer.status_code, answer.json()["error"]["message"]
+
+    status, text = in_world(scenario)
+    assert (status, "a sequence to score refused" in text) == (503, True)
 
 
 def test_a_streamed_completion_adds_up_to_the_one_that_is_not():

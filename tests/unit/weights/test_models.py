@@ -188,6 +188,16 @@ def test_an_unsupported_architecture_is_refused_by_name(copy, fields, word):
         prepare(copy)
 
 
+def test_a_reward_head_is_served_and_not_trained(copy):
+    edit(copy / "config.json", architectures=["LlamaForSequenceClassification"])
+    with pytest.raises(ModelError, match="is not a causal language model"):
+        prepare(copy)
+    assert prepare(copy, serving=True).path == copy
+    edit(copy / "config.json", architectures=["BertModel"])
+    with pytest.raises(ModelError, match="and has no reward head"):
+        prepare(copy, serving=True)
+
+
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "tokenizer_config.json"])
 def test_a_file_that_is_no_json_is_refused_by_name(copy, name):
     if name == "tokenizer_config.json":

@@ -28,6 +28,7 @@ from rollmill.generator.engines.protocol import (
     KvPolicy,
     OnTokens,
     PauseMode,
+    Reward,
     UpdateReport,
 )
 from rollmill.generator.engines.sequence import Sequence as LiveSequence
@@ -322,9 +323,10 @@ class FakeEngine:
         pairs = itertools.pairwise(ids)
         return np.array([self.logprobs(int(before))[after] for before, after in pairs], dtype=np.float32)
 
-    async def reward(self, token_ids: np.ndarray) -> float:
+    async def reward(self, token_ids: np.ndarray, *, deadline_s: float) -> Reward:
         """Return the score of the fake's reward head: the mean log-prob of a sequence, from 2 tokens on."""
-        return float((await self.score(token_ids)).mean())
+        logprobs = await self.score(token_ids)
+        return Reward(scores=logprobs.mean(keepdims=True), policy_version=self._policy_version)
 
     def load(self) -> EngineLoad:
         """Return how busy the engine is and where its seconds went."""

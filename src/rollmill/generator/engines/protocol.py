@@ -28,7 +28,7 @@ REWARD_SCORE = "reward_score"
 """Capability: `RewardEngine`."""
 ADAPTERS = "adapters"
 """Capability: `AdapterEngine`."""
-_ENGINES_WITH: Mapping[str, tuple[str, ...]] = {REWARD_SCORE: ("fake",), ADAPTERS: ("embedded",)}
+_ENGINES_WITH: Mapping[str, tuple[str, ...]] = {REWARD_SCORE: ("embedded", "fake"), ADAPTERS: ("embedded",)}
 
 
 def engines_with(capability: str) -> str:
@@ -36,7 +36,7 @@ def engines_with(capability: str) -> str:
 
     Example:
         >>> engines_with(REWARD_SCORE)
-        'fake'
+        'embedded, fake'
     """
     return ", ".join(_ENGINES_WITH.get(capability, ())) or "none"
 
@@ -216,16 +216,36 @@ class Engine(Protocol):
         ...
 
 
+class Reward(msgspec.Struct, frozen=True, kw_only=True):
+    """What a reward head says of a whole sequence.
+
+    Attributes:
+        scores: float32 [labels], as the head gives them: no softmax, no scale.
+        policy_version: of the weights that gave them, all of them.
+    """
+
+    scores: np.ndarray
+    policy_version: int
+
+
 @runtime_checkable
 class RewardEngine(Protocol):
-    """An engine with a reward head; it has the capability `reward_score`."""
+    """An engine that can serve a reward head; where it does, it has the capability `reward_score`."""
 
-    async def reward(self, token_ids: np.ndarray) -> float:
-        """Return the reward head's score of a whole sequence.
+    async def reward(self, token_ids: np.ndarray, *, deadline_s: float) -> Reward:
+        """Return what the reward head says of a whole sequence.
+
+        Args:
+            token_ids: int [n], padding behind it included or not.
+            deadline_s: longest wait.
 
         Raises:
             DataError: if the ids do not fit.
-            EngineDead: if the engine died.
+            EngineError: if the engine has no reward head, or stopped before it was scored; `EngineDead` if it died.
+            DeadlineExceeded: if it was not scored in time.
+
+        Cancellation:
+            takes the sequence out of the queue.
         """
         ...
 

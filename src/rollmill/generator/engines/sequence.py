@@ -12,7 +12,7 @@ from collections.abc import Callable
 import numpy as np
 
 from rollmill.errors import DataError, ModelError
-from rollmill.generator.engines.protocol import ADAPTERS, OnTokens, engines_with
+from rollmill.generator.engines.protocol import ADAPTERS, OnTokens, Reward, engines_with
 from rollmill.types import GenerateRequest, StopReason, TokenChunk, Turn, TurnTimings, VersionSpan
 
 Deliver = Callable[[Turn | Exception], None]
@@ -40,6 +40,7 @@ class Sequence:
         "prompt_key",
         "request",
         "restored_tokens",
+        "reward",
     )
 
     def __init__(
@@ -64,6 +65,7 @@ class Sequence:
         self.first_token_s: float | None = None
         self.prefill_s = 0.0
         self.cached_tokens = self.restored_tokens = 0
+        self.reward: Reward | None = None
         self._output = np.empty(self.capacity, dtype=np.int32)
         self._logprobs = np.empty(self.capacity, dtype=np.float32)
         self._versions = np.empty(self.capacity, dtype=np.int64)
@@ -110,6 +112,8 @@ class Sequence:
 
     def stop_reason(self) -> StopReason | None:
         """Return why the sequence is over, or `None` if it goes on."""
+        if self.reward is not None:
+            return StopReason.STOP
         if self.count and self.last_token in self._stop_ids:
             return StopReason.STOP
         return StopReason.LENGTH if self.count >= self.capacity else None

@@ -27,14 +27,15 @@ from rollmill.clock import Clock, SystemClock
 from rollmill.config.schema import LimitSettings
 from rollmill.errors import NotServing, RollmillError
 from rollmill.generator.http.answers import Answer, ChatAnswer, CompletionAnswer, TokenAnswer
-from rollmill.generator.http.bodies import AbortBody, ChatRequest, CompletionRequest, TokenRequest, decode
+from rollmill.generator.http.bodies import AbortBody, ChatRequest, CompletionRequest, ScoreBody, TokenRequest, decode
 from rollmill.generator.http.exchange import Gate, Json, body_of, failure, unless_gone
 from rollmill.generator.http.openapi import openapi
-from rollmill.generator.http.plan import Call, Facts, Plan, plan_of, prompts_of
+from rollmill.generator.http.plan import Call, Facts, Plan, deadline_of, plan_of, prompts_of
 from rollmill.generator.http.problems import RequestProblem, not_found, status_of, wrong_method
 from rollmill.generator.http.protocol import HttpLimits, Inference, Metrics
 from rollmill.generator.http.replies import AbortReply, Health, ModelCard, ModelList, Sample, Version
 from rollmill.generator.http.sampling import Sampler, why_cut
+from rollmill.generator.http.scoring import score
 from rollmill.generator.http.stream import DONE, EventStream, event
 from rollmill.generator.state import ReplicaState
 from rollmill.generator.wire import LONG_TEXT_CHARS, Prompt, chars_of
@@ -85,6 +86,7 @@ class HttpApp(Starlette):
                 Route("/v1/chat/completions", self._chat, methods=["POST"]),
                 Route("/v1/completions", self._completion, methods=["POST"]),
                 Route("/inference/v1/generate", self._tokens, methods=["POST"]),
+                Route("/inference/v1/score", self._score, methods=["POST"]),
                 Route("/inference/v1/abort_requests", self._abort, methods=["POST"]),
             ],
             middleware=[Middleware(Gate, token=token)],
@@ -152,6 +154,13 @@ class HttpApp(Starlette):
 
     async def _tokens(self, request: Request) -> Response:
         return await self._sample(request, decode(await self._body(request), TokenRequest), kind=TokenAnswer)
+
+    async def _score(self, request: Request) -> Response:
+        body = decode(await self._body(request), ScoreBody)
+        self._service.check_model(body.model or "")
+        deadline_s = deadline_of(body, headers=request.headers)
+        work = score(self._service, body, deadline_s=deadline_s)
+        return Json(await unless_gone(request.receive, work))
 
     async def _abort(self, request: Request) -> Response:
         body = decode(await self._body(request), AbortBody)

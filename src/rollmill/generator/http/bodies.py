@@ -233,7 +233,24 @@ class AbortBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     request_ids: list[str]
 
 
-B = TypeVar("B", ChatRequest, CompletionRequest, TokenRequest, AbortBody)
+class ScoreBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Body of `POST /inference/v1/score`: what the model says of given token ids; nothing is sampled.
+
+    Attributes:
+        token_ids: the whole sequence.
+        what: `logprobs` of each token given those before it (temperature 1), or the `reward` of a reward head.
+        model, adapter, job, deadline_s: as in the other calls; an adapter gives log-probs alone.
+    """
+
+    token_ids: list[TokenId]
+    what: Literal["logprobs", "reward"] = "logprobs"
+    model: str | None = None
+    adapter: str | None = None
+    job: str | None = None
+    deadline_s: Annotated[float, msgspec.Meta(gt=0)] | None = None
+
+
+B = TypeVar("B", ChatRequest, CompletionRequest, TokenRequest, AbortBody, ScoreBody)
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "priority": (None, 0),

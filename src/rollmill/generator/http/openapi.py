@@ -11,7 +11,7 @@ import msgspec
 
 import rollmill
 from rollmill.generator.http import bodies, problems, replies
-from rollmill.generator.http.bodies import AbortBody, ChatRequest, CompletionRequest, TokenRequest
+from rollmill.generator.http.bodies import AbortBody, ChatRequest, CompletionRequest, ScoreBody, TokenRequest
 from rollmill.generator.http.problems import ErrorReply
 from rollmill.generator.http.replies import (
     AbortReply,
@@ -21,6 +21,7 @@ from rollmill.generator.http.replies import (
     Health,
     ModelCard,
     ModelList,
+    ScoreReply,
     TokenReply,
     Version,
 )
@@ -74,6 +75,14 @@ _OPERATIONS = (
         body=TokenRequest,
         reply=TokenReply,
         chunk=TokenReply,
+        samples=True,
+    ),
+    _Operation(
+        method="post",
+        path="/inference/v1/score",
+        summary="Score given token ids: log-probabilities, or the reward of a reward head",
+        body=ScoreBody,
+        reply=ScoreReply,
         samples=True,
     ),
     _Operation(

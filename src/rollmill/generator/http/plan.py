@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 import numpy as np
 
-from rollmill.generator.http.bodies import ChatMessage, ChatRequest, CompletionRequest, TokenRequest
+from rollmill.generator.http.bodies import ChatMessage, ChatRequest, CompletionRequest, ScoreBody, TokenRequest
 from rollmill.generator.http.problems import RequestProblem
 from rollmill.generator.wire import DEFAULT_DEADLINE_S, MAX_CHARS_PER_TOKEN, Prompt, seed_of
 from rollmill.types import GenerateRequest, Message, SamplingParams
@@ -109,7 +109,7 @@ def plan_of(call: Call, *, prompts: Sequence[np.ndarray], headers: Mapping[str, 
     param = {ChatRequest: "messages", CompletionRequest: "prompt", TokenRequest: "token_ids"}[type(call)]
     _check_room(max(map(len, prompts)), param=param, max_model_len=facts.max_model_len)
     request_id = _request_id(call, headers=headers)
-    deadline_s = _deadline_s(call, headers=headers)
+    deadline_s = deadline_of(call, headers=headers)
     stops = _stops(settings.stop, facts=facts)
     names = [request_id] if len(prompts) == 1 else [f"{request_id}-{index}" for index in range(len(prompts))]
     requests = tuple(
@@ -232,7 +232,12 @@ def _request_id(call: Call, *, headers: Mapping[str, str]) -> str:
     return headers.get(ID_HEADER) or f"{kind}-{secrets.token_hex(12)}"
 
 
-def _deadline_s(call: Call, *, headers: Mapping[str, str]) -> float:
+def deadline_of(call: Call | ScoreBody, *, headers: Mapping[str, str]) -> float:
+    """Return the seconds that a caller waits: the body's, else the header's, else the default.
+
+    Raises:
+        RequestProblem: if the header is no number.
+    """
     if call.deadline_s is not None:
         return call.deadline_s
     text = headers.get(DEADLINE_HEADER)

@@ -13,8 +13,9 @@ import numpy as np
 
 from rollmill.config.schema import LimitSettings
 from rollmill.errors import RollmillError
+from rollmill.generator.engines.protocol import Reward
 from rollmill.generator.service import Listener, TextCodec
-from rollmill.generator.wire import Prompt, ReplicaStatus
+from rollmill.generator.wire import DEFAULT_DEADLINE_S, Prompt, ReplicaStatus
 from rollmill.types import GenerateRequest, Turn
 
 ABORT_KEY = "rollmill.abort"
@@ -67,6 +68,16 @@ class Inference(Protocol):
         self, request: GenerateRequest, *, siblings: int = 1, listener: Listener | None = None
     ) -> Sequence[Turn]:
         """Return one turn for each sibling, in order of their index."""
+        ...
+
+    async def score(
+        self, token_ids: np.ndarray, *, adapter: str = "", deadline_s: float = DEFAULT_DEADLINE_S, job: str = ""
+    ) -> tuple[np.ndarray, int]:
+        """Return float32 [n - 1] log-probs under temperature 1, and the policy version that gave them."""
+        ...
+
+    async def reward(self, token_ids: np.ndarray, *, deadline_s: float = DEFAULT_DEADLINE_S, job: str = "") -> Reward:
+        """Return what the reward head says of a whole sequence."""
         ...
 
     async def abort(self, request_id: str) -> bool:

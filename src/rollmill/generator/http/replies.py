@@ -269,6 +269,20 @@ class AbortReply(msgspec.Struct, frozen=True, kw_only=True):
     aborted: list[str]
 
 
+class ScoreReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Answer of `POST /inference/v1/score`.
+
+    Attributes:
+        logprobs: of token i + 1 given the tokens up to i, where they were asked for.
+        rewards: one score for each label of the reward head, where it was asked for, without softmax or scale.
+        policy_version: of the weights that gave all of them.
+    """
+
+    logprobs: list[float] | UnsetType = UNSET
+    rewards: list[float] | UnsetType = UNSET
+    policy_version: int
+
+
 class Health(msgspec.Struct, frozen=True, kw_only=True):
     """Answer of `GET /health`."""
 

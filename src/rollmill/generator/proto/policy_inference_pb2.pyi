@@ -195,14 +195,16 @@ class ScoreRequest(_message.Message):
     def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., what: _Optional[str] = ..., job: _Optional[str] = ..., adapter: _Optional[str] = ...) -> None: ...
 
 class ScoreReply(_message.Message):
-    __slots__ = ("logprobs", "policy_version", "reward")
+    __slots__ = ("logprobs", "policy_version", "reward", "rewards")
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     POLICY_VERSION_FIELD_NUMBER: _ClassVar[int]
     REWARD_FIELD_NUMBER: _ClassVar[int]
+    REWARDS_FIELD_NUMBER: _ClassVar[int]
     logprobs: _containers.RepeatedScalarFieldContainer[float]
     policy_version: int
     reward: float
-    def __init__(self, logprobs: _Optional[_Iterable[float]] = ..., policy_version: _Optional[int] = ..., reward: _Optional[float] = ...) -> None: ...
+    rewards: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, logprobs: _Optional[_Iterable[float]] = ..., policy_version: _Optional[int] = ..., reward: _Optional[float] = ..., rewards: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class LoadWeightsRequest(_message.Message):
     __slots__ = ("policy_version", "job", "adapter")

@@ -14,6 +14,7 @@ from rollmill.clock import Clock
 from rollmill.config.router import RouterSettings
 from rollmill.config.schema import LimitSettings
 from rollmill.errors import DataError, ModelError, NotServing, RollmillError
+from rollmill.generator.engines.protocol import Reward
 from rollmill.generator.limits import check_limits
 from rollmill.generator.proto import policy_inference_pb2 as pb
 from rollmill.generator.router.calls import Emit
@@ -27,11 +28,13 @@ from rollmill.generator.router.upstream import Connect, UpstreamError
 from rollmill.generator.service import Listener, TextCodec
 from rollmill.generator.state import ReplicaState
 from rollmill.generator.wire import (
+    DEFAULT_DEADLINE_S,
     Prompt,
     ReplicaStatus,
     TurnAssembler,
     chunk_from_message,
     request_to_message,
+    reward_from_message,
     sibling_id,
     status_from_message,
     turns_from_message,
@@ -117,7 +120,7 @@ class RouterService:
         await self.forwarder.stream(data, emit=emit)
 
     async def score_bytes(self, data: bytes, *, timeout_s: float) -> bytes:
-        """Return the serialized reply to a serialized request for log-probs, from the least loaded replica.
+        """Return the serialized reply to a serialized request for scores, from the least loaded replica.
 
         Raises:
             RollmillError: the last replica's, if all that were tried failed.
@@ -147,6 +150,21 @@ class RouterService:
                     raise error.error from error
 
     # -- requests as records, for faces without bytes
+
+    async def score(
+        self, token_ids: np.ndarray, *, adapter: str = "", deadline_s: float = DEFAULT_DEADLINE_S, job: str = ""
+    ) -> tuple[np.ndarray, int]:
+        """Return float32 [n - 1] log-probs, and the policy version that gave them; see `score_bytes`."""
+        asked = pb.ScoreRequest(token_ids=token_ids.tolist(), adapter=adapter, job=job)
+        reply = pb.ScoreReply.FromString(await self.score_bytes(asked.SerializeToString(), timeout_s=deadline_s))
+        return np.array(reply.logprobs, dtype=np.float32), reply.policy_version
+
+    async def reward(self, token_ids: np.ndarray, *, deadline_s: float = DEFAULT_DEADLINE_S, job: str = "") -> Reward:
+        """Return what the reward head of a replica says of a whole sequence; see `score_bytes`."""
+        asked = pb.ScoreRequest(token_ids=token_ids.tolist(), what="reward", job=job)
+        return reward_from_message(
+            pb.ScoreReply.FromString(await self.score_bytes(asked.SerializeToString(), timeout_s=deadline_s))
+        )
 
     def check_model(self, name: str) -> None:
         """Refuse a request for another model than the one that is served.

@@ -20,9 +20,10 @@ from rollmill.generator.engines.embedded.blocks import Match
 from rollmill.generator.engines.embedded.kv import KvCache
 from rollmill.generator.engines.embedded.low_rank import ServedAdapter, groups_of
 from rollmill.generator.engines.embedded.model import ServedModel
-from rollmill.generator.engines.embedded.prefill import DecodeBatch, PrefillJob, PrefillPlanner
+from rollmill.generator.engines.embedded.prefill import DecodeBatch, PrefillJob, PrefillPlanner, decode_batch
 from rollmill.generator.engines.embedded.recall import Recall
 from rollmill.generator.engines.embedded.rejection import verify
+from rollmill.generator.engines.embedded.rewards import give_rewards
 from rollmill.generator.engines.embedded.scoring import score_tokens
 from rollmill.generator.engines.embedded.shelf import Shelf
 from rollmill.generator.engines.embedded.speculation import Guess, Guesser
@@ -154,8 +155,11 @@ class EngineCore:
         self.gate.arrive(sequence)
         self._open_gate()
 
+    def _adapter_of(self, sequence: Sequence) -> ServedAdapter | None:
+        return self.shelf.served(sequence.request.adapter)
+
     def _version_of(self, sequence: Sequence) -> int:
-        adapter = self.shelf.served(sequence.request.adapter)
+        adapter = self._adapter_of(sequence)
         return self.policy_version if adapter is None else adapter.policy_version
 
     def living(self) -> list[Sequence]:
@@ -226,7 +230,8 @@ class EngineCore:
         self._make_room()
         planner, batches = self._admit()
         guesses = self._guesses(beside=planner.computed)
-        decode = self._decode_batch(guesses) if self.running else None
+        fed = [(one, (one.last_token, *guess.tokens)) for one, guess in zip(self.running, guesses, strict=True)]
+        decode = decode_batch(fed, kv=self.kv, adapter_of=self._adapter_of) if fed else None
         decoded = 0 if decode is None else len(decode.token_ids)
         # A mixed pass is charged to what most of its tokens are for.
         self._meter.switch("prefill" if planner.computed > decoded else "decode")
@@ -239,8 +244,12 @@ class EngineCore:
             return
         guesses += [Guess()] * (len(self.running) - len(guesses))
         before = self.output_tokens
+        wanted = logits if len(rows) == len(logits) else logits[torch.tensor(rows)]
         try:
-            self._sample(logits if len(rows) == len(logits) else logits[torch.tensor(rows)], guesses=guesses)
+            if self.model.labels:
+                give_rewards(wanted, self.running, policy_version=self.policy_version)
+            else:
+                self._sample(wanted, guesses=guesses)
         except EngineError as error:  # numbers that are not finite: nothing more may be sampled from these weights
             self.dirty_reason = str(error)
             self.fail_all(error)
@@ -268,19 +277,6 @@ class EngineCore:
             guess if not guess.tokens or self.kv.grow(one, tokens=one.kv_tokens + 1 + len(guess.tokens)) else Guess()
             for one, guess in zip(self.running, guesses, strict=True)
         ]
-
-    def _decode_batch(self, guesses: list[Guess]) -> DecodeBatch:
-        """Return the newest token of each running sequence, with what was guessed behind it."""
-        runs = [(one, (one.last_token, *guess.tokens)) for one, guess in zip(self.running, guesses, strict=True)]
-        positions = np.concatenate([np.arange(one.kv_tokens, one.kv_tokens + len(fed)) for one, fed in runs])
-        return DecodeBatch(
-            token_ids=np.array([token for _, fed in runs for token in fed], dtype=np.int64),
-            positions=positions,
-            tables=self.kv.tables(
-                [one for one, fed in runs for _ in fed], width=self.kv.store.needed(int(positions.max()) + 1)
-            ),
-            owners=tuple((self.shelf.served(one.request.adapter), len(fed)) for one, fed in runs),
-        )
 
     def _run(self, planner: PrefillPlanner, *, decode: DecodeBatch | None = None) -> torch.Tensor:
         """Run one pass; return the logits of the decode batch, then those of the jobs that want them."""

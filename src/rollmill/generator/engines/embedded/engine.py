@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import contextlib
+import itertools
 import logging
 import threading
 from collections import deque
@@ -29,7 +30,9 @@ import torch
 
 from rollmill.clock import Clock
 from rollmill.errors import ConfigError, EngineDead, EngineError, ModelError
+from rollmill.generator.engines.embedded import rewards
 from rollmill.generator.engines.embedded.budget import plan_kv
+from rollmill.generator.engines.embedded.capabilities import capabilities_of
 from rollmill.generator.engines.embedded.core import EngineCore
 from rollmill.generator.engines.embedded.desk import AdapterDesk
 from rollmill.generator.engines.embedded.drafting import Drafter, DraftModel
@@ -40,16 +43,16 @@ from rollmill.generator.engines.embedded.model import Quantization, ServedModel
 from rollmill.generator.engines.embedded.speculation import Speculator
 from rollmill.generator.engines.meter import SecondsMeter
 from rollmill.generator.engines.protocol import (
-    ADAPTERS,
     AdapterInfo,
     EngineInfo,
     EngineLoad,
     KvPolicy,
     OnTokens,
     PauseMode,
+    Reward,
     UpdateReport,
 )
-from rollmill.generator.engines.sequence import Sequence, check_request
+from rollmill.generator.engines.sequence import Deliver, Sequence, check_request
 from rollmill.types import GenerateRequest, TokenChunk, Turn
 
 R = TypeVar("R")
@@ -60,27 +63,6 @@ _JOIN_S = 30.0
 """Longest wait for the worker to finish its step, and for staging to finish its tensor, when the engine ends."""
 _PROMPT_TOKENS = 512
 """Tokens of prompts in one pass, beside the decoded ones, where nothing was said."""
-
-CAPABILITIES = (
-    "abort",
-    "canary",
-    "group_prefill",
-    "kv_keep",
-    "kv_recompute",
-    "pause_abort",
-    "pause_drain",
-    "pause_keep",
-    "prefix_cache",
-    "score",
-    "speculation_draft",
-    "speculation_ngram",
-    "stage",
-    "streaming",
-    "top_k",
-    "top_p",
-    "version_spans",
-    "waves",
-)
 
 
 class EmbeddedEngine:
@@ -164,6 +146,7 @@ class EmbeddedEngine:
                 quantization=quantization,
                 adapters=max_loras > 0,
             )
+        rewards.refuse_settings(model, speculation=speculation, max_loras=max_loras)
         # Building the engine is its process's start-up; the engine's own seconds begin when it is made.
         self._meter = SecondsMeter(clock, cause="startup")
         max_model_len = min(max_model_len, model.context_len)
@@ -233,6 +216,7 @@ class EmbeddedEngine:
         self._cause: BaseException | None = None
         self._closing = False
         self._ended: Future[None] = Future()
+        self._rewards = itertools.count(1)
         self._thread = threading.Thread(target=self._run, name="rollmill-engine", daemon=True)
         self._thread.start()
         # One thread: what is staged next waits until what was given up has let go of the spare buffers.
@@ -266,7 +250,12 @@ class EmbeddedEngine:
             max_model_len=core.max_model_len,
             max_num_seqs=core.max_num_seqs,
             kv_bytes=self._budget.nbytes,
-            capabilities=self._capabilities(),
+            capabilities=capabilities_of(
+                labels=model.labels,
+                native_kernels=model.native_kernels,
+                host_kv=self._tier is not None,
+                adapters=self._desk is not None,
+            ),
             policy_version=core.policy_version,
             digest=core.digest,
             kv_budget=self._kv_text(),
@@ -275,14 +264,6 @@ class EmbeddedEngine:
                 for one in core.shelf.loaded
             ),
         )
-
-    def _capabilities(self) -> tuple[str, ...]:
-        has = {
-            "native_kernels": self._core.model.native_kernels,
-            "host_kv": self._tier is not None,
-            ADAPTERS: self._desk is not None,
-        }
-        return (*CAPABILITIES, *(name for name, there in has.items() if there))
 
     def _kv_text(self) -> str:
         tier = self._tier
@@ -302,6 +283,7 @@ class EmbeddedEngine:
             aborts the request and frees its KV at the next step.
         """
         core = self._core
+        rewards.refuse_generation(core.model, asked=f"request {request.request_id} asks for tokens")
         check_request(
             request,
             vocabulary_size=core.model.vocabulary_size,
@@ -309,27 +291,52 @@ class EmbeddedEngine:
             adapters=self._desk is not None,
         )
         turn: Future[Turn] = Future()
+        sequence = self._sequence(request, lambda result: self._settle(turn, result), on_tokens=on_tokens)
+        return await self._served(sequence, turn)
+
+    async def reward(self, token_ids: np.ndarray, *, deadline_s: float) -> Reward:
+        """Return what the reward head says of a whole sequence; several in flight share a pass.
+
+        Raises:
+            DataError: if the ids do not fit.
+            EngineError: if the model has no reward head, or the engine stopped or is dirty; `EngineDead` if it died.
+            DeadlineExceeded: if it was not scored in time.
+
+        Cancellation:
+            takes the sequence out of the queue.
+        """
+        ids = rewards.scored_ids(self._core.model, token_ids, max_model_len=self._core.max_model_len)
+        reward: Future[Reward] = Future()
 
         def deliver(result: Turn | Exception) -> None:
-            self._settle(turn, result)
+            over = result if isinstance(result, Exception) else rewards.outcome(sequence, now_s=self._clock.now_s())
+            self._settle(reward, over)
 
-        sequence = Sequence(
+        asked = rewards.request_of(ids, name=f"\x00reward {next(self._rewards)}", deadline_s=deadline_s)
+        sequence = self._sequence(asked, deliver)
+        return await self._served(sequence, reward)
+
+    def _sequence(self, request: GenerateRequest, deliver: Deliver, *, on_tokens: OnTokens | None = None) -> Sequence:
+        return Sequence(
             request,
-            max_model_len=core.max_model_len,
+            max_model_len=self._core.max_model_len,
             now_s=self._clock.now_s(),
             deliver=deliver,
             on_tokens=None if on_tokens is None else _on_this_loop(on_tokens),
         )
 
+    async def _served(self, sequence: Sequence, result: Future[R]) -> R:
+        core = self._core
+
         def submit() -> None:
             try:
                 core.submit(sequence)
             except (EngineError, ModelError) as error:
-                deliver(error)
+                sequence.deliver(error)
 
-        self._post(submit, turn)
+        self._post(submit, result)
         try:
-            return await asyncio.wrap_future(turn)
+            return await asyncio.wrap_future(result)
         except asyncio.CancelledError:
             self._post(lambda: core.abort_one(sequence), None)
             raise
@@ -399,6 +406,7 @@ class EmbeddedEngine:
 
     async def score(self, token_ids: np.ndarray) -> np.ndarray:
         """Return float32 [n - 1] log-probs under temperature 1; works while paused."""
+        rewards.refuse_generation(self._core.model, asked="log-probs are asked for")
         return await self._call(lambda: self._score_now(token_ids))
 
     def load(self) -> EngineLoad:

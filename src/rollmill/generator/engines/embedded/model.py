@@ -1,8 +1,9 @@
 """Unmodified transformers model: built from its configuration, filled from published tensors, proven before use.
 
-Decides which architectures may be served: those whose every layer is standard causal attention over all positions.
-Anything else is refused by name, and a probe compares the packed forward pass with the model's own before the first
-request, so that an unknown deviation cannot pass silently.
+A model has an output head over its vocabulary, or a reward head: which one, its configuration says. Decides which
+architectures may be served: those whose every layer is standard causal attention over all positions. Anything else is
+refused by name, and a probe compares the packed forward pass with the model's own before the first request, so that an
+unknown deviation cannot pass silently.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedConfig
 from transformers.initialization import no_init_weights
 
 from rollmill.errors import ModelError, WeightError
@@ -45,6 +47,8 @@ _PROBE_TOLERANCE = {torch.float32: 2e-3, torch.bfloat16: 0.5}
 compute attention, so there it is of the mean over the vocabulary: 0.1 at most for these with SmolLM2, and 1.5 and more
 where tokens are exchanged or the cache is lost."""
 _SOFTCAPS = ("attn_logit_softcapping", "final_logit_softcapping")
+REWARD_ARCHITECTURE = "ForSequenceClassification"
+"""How the name of a class with a reward head ends: `score.weight` on final hidden states, no output head."""
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
@@ -87,8 +91,16 @@ def check_architecture(config: PreTrainedConfig) -> None:
         )
 
 
+def labels_of(config: PreTrainedConfig) -> int:
+    """Return how many scores the model's reward head gives, 0 if it has an output head over its vocabulary instead."""
+    architecture = (config.architectures or ["unknown"])[0]
+    return int(config.num_labels or 0) if architecture.endswith(REWARD_ARCHITECTURE) else 0
+
+
 class ServedModel:
-    """A causal language model that runs packed forward passes over a pool of blocks.
+    """A model with standard attention that runs packed forward passes over a pool of blocks.
+
+    With a reward head (`labels` is not 0) its logits are the scores of that head.
 
     Args:
         path: local Hugging Face directory; only its configuration is read.
@@ -118,7 +130,10 @@ class ServedModel:
         self.dtype = dtype
         self.name = str(path)
         self.model_type = str(config.model_type)
+        self.labels = labels_of(config)
+        self.pad_token_id: int | None = config.get_text_config().pad_token_id
         self._model = _build(config, dtype=dtype)
+        self._body = self._model.base_model if self.labels else self._model
         compiled = choose_kernels(kernels)
         self.native_kernels = compiled is not None
         self._attention = choose_attention(kernels)
@@ -133,7 +148,7 @@ class ServedModel:
         self.needs_masks = self._attention is None or self.head_dim % DIM_STEP > 0
         self.vocabulary_size = int(text.vocab_size)
         self.context_len = int(getattr(text, "max_position_embeddings", 0) or 1 << 30)
-        accepted = inspect.signature(self._model.forward).parameters
+        accepted = inspect.signature(self._body.forward).parameters
         self._cache_argument = "cache" if "cache" in accepted else "past_key_values"
         self.copy(self.check(tensors))
         self._probe()
@@ -166,7 +181,7 @@ class ServedModel:
         inner = int(getattr(text, "intermediate_size", None) or 4 * hidden)
         masks = (1 + heads // self.kv_heads) * length
         widest = 4 * hidden + 3 * inner + 2 * (heads + 2 * self.kv_heads) * self.head_dim + masks
-        return 4 * (tokens * widest + 2 * rows * self.vocabulary_size)
+        return 4 * (tokens * widest + 2 * rows * (self.labels or self.vocabulary_size))
 
     def check(self, tensors: Mapping[str, torch.Tensor]) -> list[tuple[Destination, torch.Tensor]]:
         """Return (destination, new value) for every parameter, having copied nothing.
@@ -236,7 +251,7 @@ class ServedModel:
         keep: torch.Tensor | None,
         adapters: RowGroups = (),
     ) -> torch.Tensor:
-        """Run packed tokens and return logits `[kept, vocabulary]`.
+        """Run packed tokens and return logits `[kept, vocabulary]`, of a reward head `[kept, labels]`.
 
         Args:
             token_ids: int64 [tokens].
@@ -250,20 +265,24 @@ class ServedModel:
         if self.low_rank is not None:
             self.low_rank.rows.groups = adapters
         try:
-            out = self._model(
+            out = self._body(
                 input_ids=token_ids[None],
                 position_ids=positions[None],
                 use_cache=True,
-                logits_to_keep=0 if keep is None else keep,
                 block_plan=plan,
                 block_kernels=self._attention,
+                **({} if self.labels else {"logits_to_keep": 0 if keep is None else keep}),
                 **{self._cache_argument: pool},
             )
         finally:
             pool.plan = None
             if self.low_rank is not None:
                 self.low_rank.rows.groups = ()
-        return out.logits[0]
+        return self._scores(out, keep=keep) if self.labels else out.logits[0]
+
+    def _scores(self, out: Any, *, keep: torch.Tensor | None) -> torch.Tensor:
+        states = out.last_hidden_state[0]
+        return self._model.score(states if keep is None else states[keep])
 
     def _probe(self) -> None:
         """Compare the packed pass, split in two with a cached start, with the model's own attention."""
@@ -277,11 +296,14 @@ class ServedModel:
                 f"the embedded engine cannot serve model type {self.model_type!r}: its modules do not run over a "
                 f"cache of blocks ({type(error).__name__}: {error}); choose a standard-attention model"
             ) from error
-        differences = (own.log_softmax(-1) - packed.log_softmax(-1)).abs()
+        if self.labels:  # relative: scores have any size
+            differences = (own - packed).abs() / (1.0 + own.abs())
+        else:
+            differences = (own.log_softmax(-1) - packed.log_softmax(-1)).abs()
         difference = float(differences.max() if self.dtype is torch.float32 else differences.mean())
         if not difference <= _PROBE_TOLERANCE[self.dtype]:
             raise ModelError(
-                f"the embedded engine cannot serve model type {self.model_type!r}: log-probs over its cache "
+                f"the embedded engine cannot serve model type {self.model_type!r}: its output over its cache "
                 f"differ from the model's own by {difference:.3g} (tolerance {_PROBE_TOLERANCE[self.dtype]:g}). Either "
                 "the weights are not finite or the attention is not standard; choose another model"
             )
@@ -290,7 +312,8 @@ class ServedModel:
     def _own_logits(self, ids: torch.Tensor) -> torch.Tensor:
         self._model.set_attn_implementation("sdpa")
         try:
-            return self._model(input_ids=ids[None], use_cache=False).logits[0].float()
+            out = self._body(input_ids=ids[None], use_cache=False)
+            return (self._scores(out, keep=None) if self.labels else out.logits[0]).float()
         finally:
             self._model.set_attn_implementation(ATTENTION_NAME)
 
@@ -326,11 +349,17 @@ def _packing(kernels: Kernels | None, *, quantization: Quantization) -> Packing 
 def _build(config: PreTrainedConfig, *, dtype: torch.dtype) -> Any:
     try:
         with no_init_weights():  # every parameter is overwritten by the published tensors
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=ATTENTION_NAME)
+            kind = AutoModelForSequenceClassification if labels_of(config) else AutoModelForCausalLM
+            model = kind.from_config(config, dtype=dtype, attn_implementation=ATTENTION_NAME)
     except (ValueError, KeyError, ImportError, TypeError, AttributeError) as error:
         raise ModelError(
             f"the embedded engine cannot serve model type {config.model_type!r}: transformers does not build it as a "
             f"causal language model with exchangeable attention ({error}); choose a standard-attention model"
         ) from error
+    if labels_of(config) and not isinstance(getattr(model, "score", None), nn.Linear):
+        raise ModelError(
+            f"the embedded engine cannot serve {type(model).__name__}: a reward head is one linear layer 'score' on "
+            "the final hidden states here (Llama, Qwen2, Qwen3, ...); choose such a model"
+        )
     model.tie_weights()  # skipped along with the initialisation
     return model.eval().requires_grad_(False)

@@ -9,6 +9,7 @@ whole decode step.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -16,8 +17,10 @@ import torch
 
 from rollmill.generator.engines.embedded.attention import ForwardPlan, Segment, causal_mask, decode_mask
 from rollmill.generator.engines.embedded.blocks import BlockTable, Match
+from rollmill.generator.engines.embedded.kv import KvCache
 from rollmill.generator.engines.embedded.low_rank import ServedAdapter
 from rollmill.generator.engines.embedded.prefixes import common_prefix
+from rollmill.generator.engines.sequence import Sequence
 
 
 @dataclass(slots=True)
@@ -75,6 +78,22 @@ class DecodeBatch:
     positions: np.ndarray
     tables: np.ndarray
     owners: tuple[tuple[ServedAdapter | None, int], ...] = ()
+
+
+def decode_batch(
+    fed: list[tuple[Sequence, tuple[int, ...]]],
+    *,
+    kv: KvCache,
+    adapter_of: Callable[[Sequence], ServedAdapter | None],
+) -> DecodeBatch:
+    """Return what running sequences are fed: the newest token of each, with what was guessed behind it."""
+    positions = np.concatenate([np.arange(one.kv_tokens, one.kv_tokens + len(tokens)) for one, tokens in fed])
+    return DecodeBatch(
+        token_ids=np.array([token for _, tokens in fed for token in tokens], dtype=np.int64),
+        positions=positions,
+        tables=kv.tables([one for one, tokens in fed for _ in tokens], width=kv.store.needed(int(positions.max()) + 1)),
+        owners=tuple((adapter_of(one), len(tokens)) for one, tokens in fed),
+    )
 
 
 @dataclass(slots=True)

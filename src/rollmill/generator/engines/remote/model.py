@@ -10,7 +10,10 @@ from typing import Any
 import msgspec
 
 from rollmill.errors import ModelError
+from rollmill.generator.engines.protocol import REWARD_SCORE, engines_with
 from rollmill.generator.engines.settings import KvShape
+
+_REWARD_HEAD = "ForSequenceClassification"
 
 
 class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
@@ -30,7 +33,7 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
         """Read it.
 
         Raises:
-            ModelError: if the file is missing or says too little.
+            ModelError: if the file is missing or says too little, or the model has a reward head.
         """
         file = Path(path) / "config.json"
         try:
@@ -40,6 +43,12 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
             raise ModelError(
                 f"{file} does not say the sizes of vocabulary and context ({error!r}); give a prepared model"
             ) from error
+        head = (config.get("architectures") or [""])[0]
+        if head.endswith(_REWARD_HEAD):
+            raise ModelError(
+                f"{Path(path).name} has a reward head ({head}), and the engines of servers are driven as generators "
+                f"alone. Engines that serve one: {engines_with(REWARD_SCORE)}"
+            )
         kv = None
         with contextlib.suppress(ModelError):  # then the server is told or decides
             kv = KvShape.of(config, where=str(file))
