@@ -1,6 +1,6 @@
 """A replica process with the fake engine, slowed down, and without weights: what an autoscaler or a router starts.
 
-python fake_replica.py [--seats N] [--step-s S] [--fail STATUS] --address-file PATH
+python fake_replica.py [--seats N] [--step-s S] [--fail STATUS] [--tls-cert PEM ...] --address-file PATH
 """
 
 from __future__ import annotations
@@ -9,10 +9,12 @@ import argparse
 import asyncio
 import signal
 import sys
+from pathlib import Path
 
 from rollmill.clock import SystemClock
 from rollmill.generator.engines.fake import FakeEngine, FakeLatency
 from rollmill.generator.main import serve
+from rollmill.generator.security import Access, TlsFiles
 from rollmill.types import WeightManifest
 
 
@@ -49,9 +51,14 @@ async def main(args: argparse.Namespace) -> None:
         repository=NoWeights(),  # type: ignore[arg-type]
         kv_policy="keep",
         address_file=args.address_file,
+        access=None if args.tls_cert is None else Access(tls=_tls(args)),
         stop=stop,
         load_deadline_s=5.0,
     )
+
+
+def _tls(args: argparse.Namespace) -> TlsFiles:
+    return TlsFiles(cert=args.tls_cert, key=args.tls_key, ca=args.tls_client_ca)
 
 
 if __name__ == "__main__":
@@ -59,6 +66,8 @@ if __name__ == "__main__":
     parser.add_argument("--seats", type=int, default=4)
     parser.add_argument("--step-s", type=float, default=0.01)
     parser.add_argument("--fail", type=int)
+    for name in ("cert", "key", "client-ca"):
+        parser.add_argument(f"--tls-{name}", type=Path)
     parser.add_argument("--address-file", required=True)
     arguments = parser.parse_args()
     if arguments.fail is not None:

@@ -20,9 +20,11 @@ import pytest
 
 from rollmill.errors import ConfigError, EngineDead, NotServing
 from rollmill.generator.client import GeneratorClient
+from rollmill.generator.security import TlsFiles
 from rollmill.runtime.autoscaler import Autoscaler, AutoscalerOptions, ScalingEvent, write_replicas_file
 from rollmill.scheduling.scaling import ScalingSettings
 from rollmill.types import GenerateRequest, SamplingParams, StopReason, Turn
+from tls_builders import certificates_in, tls
 
 pytestmark = pytest.mark.integration
 
@@ -42,7 +44,15 @@ QUICK = {
 class Scaler:
     """A running autoscaler and what it told."""
 
-    def __init__(self, folder: Path, *, command: list[str], router: str | None = None, **settings: Any) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        command: list[str],
+        router: str | None = None,
+        tls: TlsFiles | None = None,
+        **settings: Any,
+    ) -> None:
         self.events: list[ScalingEvent] = []
         self.stop = asyncio.Event()
         self.list = folder / "replicas.txt"
@@ -54,6 +64,7 @@ class Scaler:
             router=router,
             poll_s=0.1,
             drain_s=20.0,
+            tls=tls,
         )
         self.autoscaler = Autoscaler(self.options, on_event=self._hear)
         self._changed = asyncio.Event()
@@ -222,6 +233,17 @@ async def test_a_replica_that_is_killed_is_replaced_and_leaves_the_list(tmp_path
         assert scaler.addresses() != first
     kinds = [event.kind for event in scaler.events if event.kind != "decided"]
     assert kinds == ["serving", "lost", "serving", "left"]
+
+
+async def test_replicas_with_mtls_are_seen_to_serve(tmp_path):
+    certificates = certificates_in(tmp_path)
+    server = ["--tls-cert", "server.pem", "--tls-key", "server.key", "--tls-client-ca", "ca.pem"]
+    command = [one if one.startswith("--") else str(certificates / one) for one in server]
+    async with scaling(tmp_path, command=command, tls=tls(certificates, "client"), max_replicas=1) as scaler:
+        await scaler.until(lambda: scaler.count("serving") == 1)
+        client = GeneratorClient(scaler.addresses()[0], tls=tls(certificates, "client"))
+        assert (await client.status()).policy_version == 1
+        await client.close()
 
 
 async def test_told_to_stop_it_lets_replicas_finish_what_they_run(tmp_path):

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import shutil
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +20,7 @@ from rollmill.generator.proto import rl_inference_pb2 as rl_pb
 from rollmill.generator.proto import rl_inference_pb2_grpc as rl_pb_grpc
 from rollmill.generator.security import Access, TlsFiles
 from service_builders import quick_engine, service, two_versions
+from tls_builders import certificates_in, tls
 
 pytestmark = pytest.mark.integration
 
@@ -29,34 +28,9 @@ TOKEN = "sesame-open-sesame"
 ASKED = request("a", [1, 2], max_new_tokens=3)
 
 
-def openssl(folder: Path, *arguments: str) -> None:
-    command = shutil.which("openssl")
-    if command is None:
-        pytest.skip("openssl is not installed")
-    subprocess.run([command, *arguments], cwd=folder, check=True, capture_output=True, timeout=30)
-
-
 @pytest.fixture(scope="module")
 def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Keys and certificates of an authority, a server and a client that it signed, and a client of nobody's."""
-    folder = tmp_path_factory.mktemp("certificates")
-    (folder / "names").write_text("subjectAltName=IP:127.0.0.1,DNS:replica.test\n")
-    key = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
-    for name in ("ca", "stranger"):
-        openssl(folder, "req", "-x509", *key, "-keyout", f"{name}.key", "-out", f"{name}.pem", "-subj", f"/CN={name}")
-    for name in ("server", "client"):
-        openssl(folder, "req", *key, "-keyout", f"{name}.key", "-out", f"{name}.csr", "-subj", f"/CN={name}")
-        signed = ("-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial", "-extfile", "names", "-days", "2")
-        openssl(folder, "x509", "-req", "-in", f"{name}.csr", *signed, "-out", f"{name}.pem")
-    return folder
-
-
-def tls(folder: Path, name: str | None = None, *, ca: bool = True) -> TlsFiles:
-    return TlsFiles(
-        cert=None if name is None else folder / f"{name}.pem",
-        key=None if name is None else folder / f"{name}.key",
-        ca=folder / "ca.pem" if ca else None,
-    )
+    return certificates_in(tmp_path_factory.mktemp("certificates"))
 
 
 async def test_a_client_with_the_token_is_served():

@@ -1,12 +1,15 @@
-"""Options that every server of the generator has."""
+"""Options that the servers of the generator have, and those who call them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import ParamSpec, TypeVar
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 import click
+
+if TYPE_CHECKING:
+    from rollmill.generator.security import TlsFiles
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -44,3 +47,36 @@ def access_options(command: Callable[P, R]) -> Callable[P, R]:
     for option in reversed(options):
         command = option(command)
     return command
+
+
+def replica_tls_options(command: Callable[P, R]) -> Callable[P, R]:
+    """Add what a caller of replicas shows and trusts; `tls_files` makes one value of the three."""
+    options = (
+        click.option(
+            "--replica-tls-ca",
+            default=None,
+            type=click.Path(path_type=Path),
+            help="Authority of the replicas' certificates, PEM; they are called with TLS then.",
+        ),
+        click.option(
+            "--replica-tls-cert",
+            default=None,
+            type=click.Path(path_type=Path),
+            help="The caller's own certificate for replicas with mTLS, PEM.",
+        ),
+        click.option("--replica-tls-key", default=None, type=click.Path(path_type=Path), help="Its private key, PEM."),
+    )
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+def tls_files(*, cert: Path | None, key: Path | None, ca: Path | None) -> TlsFiles | None:
+    """Return the files of one side, `None` if there are none.
+
+    Raises:
+        ConfigError: if a certificate came without its key, or the other way round.
+    """
+    from rollmill.generator.security import TlsFiles
+
+    return None if (cert, key, ca) == (None, None, None) else TlsFiles(cert=cert, key=key, ca=ca)

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from rollmill.cli.access import replica_tls_options, tls_files
 from rollmill.cli.output import json_option
+from rollmill.errors import ConfigError
 
 if TYPE_CHECKING:
     from rollmill.runtime.autoscaler import ScalingEvent
@@ -59,6 +61,7 @@ def _law_options(command: Any) -> Any:
 @click.option(
     "--token-file", type=click.Path(), default=None, help="Bearer token of the replicas and the router; passed on."
 )
+@replica_tls_options
 @click.argument("serve_arguments", nargs=-1, type=click.UNPROCESSED)
 @json_option
 def autoscale_command(
@@ -68,13 +71,17 @@ def autoscale_command(
     poll_s: float,
     drain_s: float,
     token_file: str | None,
+    replica_tls_ca: Path | None,
+    replica_tls_cert: Path | None,
+    replica_tls_key: Path | None,
     serve_arguments: tuple[str, ...],
     as_json: bool,
     **law: Any,
 ) -> None:
     """Keep as many replicas as the load asks for, until SIGTERM, which drains them all.
 
-    What follows `--` is given to `rollmill serve` for every replica. Ports must be left to the system.
+    What follows `--` is given to `rollmill serve` for every replica. Ports must be left to the system. Replicas with
+    TLS get their own files there (`-- --tls-cert ...`); how they and the router are called is said before it.
 
     Example: rollmill autoscale --replicas-file replicas.txt --max-replicas 4 -- --model smollm2-135m-instruct
     """
@@ -82,6 +89,13 @@ def autoscale_command(
     from rollmill.runtime.autoscaler import AutoscalerOptions, run_autoscaler
     from rollmill.scheduling.scaling import ScalingSettings
 
+    tls = tls_files(cert=replica_tls_cert, key=replica_tls_key, ca=replica_tls_ca)
+    if tls is None and any(one.split("=")[0] == "--tls-cert" for one in serve_arguments):
+        raise ConfigError(
+            "the replicas are told to serve with TLS (--tls-cert), and nothing says how to call them: none would ever "
+            "be seen to serve. Give --replica-tls-ca before the --, and with mTLS --replica-tls-cert and "
+            "--replica-tls-key"
+        )
     given = () if token_file is None else ("--token-file", token_file)
     run_autoscaler(
         AutoscalerOptions(
@@ -93,6 +107,7 @@ def autoscale_command(
             poll_s=poll_s,
             drain_s=drain_s,
             token=None if token_file is None else read_token(token_file),
+            tls=tls,
         ),
         on_event=lambda event: _tell(event, as_json=as_json),
     )

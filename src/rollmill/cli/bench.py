@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from rollmill.cli.access import replica_tls_options, tls_files
 from rollmill.cli.output import json_option, show
 
 if TYPE_CHECKING:
@@ -47,7 +49,9 @@ def bench_group() -> None:
 
 @bench_group.command("generator")
 @click.option("--target", default=None, metavar="HOST:PORT", help="gRPC address of a replica or a router.")
-@click.option("--http", "url", default=None, metavar="URL", help="Server of OpenAI's completions: http://HOST:PORT.")
+@click.option(
+    "--http", "url", default=None, metavar="URL", help="Server of OpenAI's completions: http://HOST:PORT or https://."
+)
 @click.option("--model", default=None, help="Name of the model in HTTP requests.")
 @click.option(
     "--concurrency", type=_Numbers(), default="1,16,64", show_default=True, help="Requests in flight, one run each."
@@ -64,6 +68,7 @@ def bench_group() -> None:
 @click.option("--no-stream", is_flag=True, help="Take answers in one piece.")
 @click.option("--plain", is_flag=True, help="HTTP: send the fields of OpenAI alone, for servers that know no others.")
 @click.option("--token-file", type=click.Path(), default=None, help="Bearer token of the service.")
+@replica_tls_options
 @json_option
 def generator_command(
     target: str | None,
@@ -80,6 +85,9 @@ def generator_command(
     no_stream: bool,
     plain: bool,
     token_file: str | None,
+    replica_tls_ca: Path | None,
+    replica_tls_cert: Path | None,
+    replica_tls_key: Path | None,
     as_json: bool,
 ) -> None:
     """Put a load on a generator and print tokens/s, latencies, KV use and errors at each concurrency.
@@ -110,15 +118,16 @@ def generator_command(
         )
         for at, count in enumerate(concurrency)
     ]
+    shown = {"token": token, "tls": tls_files(cert=replica_tls_cert, key=replica_tls_key, ca=replica_tls_ca)}
     # Made on the loop that it is used on: the channel belongs to it.
     reports = asyncio.run(
-        _measure(lambda: _target(target, url, model=model, stream=not no_stream, plain=plain, token=token), loads)
+        _measure(lambda: _target(target, url, model=model, stream=not no_stream, plain=plain, shown=shown), loads)
     )
     show([msgspec.to_builtins(report) for report in reports], text=render(reports), as_json=as_json)
 
 
 def _target(
-    target: str | None, url: str | None, *, model: str | None, stream: bool, plain: bool, token: str | None
+    target: str | None, url: str | None, *, model: str | None, stream: bool, plain: bool, shown: dict[str, Any]
 ) -> Target:
     from rollmill.errors import ConfigError
     from rollmill.generator.bench import GrpcTarget, HttpTarget
@@ -126,8 +135,8 @@ def _target(
     if (target is None) == (url is None):
         raise ConfigError("give either --target HOST:PORT (gRPC) or --http http://HOST:PORT, and not both")
     if target is not None:
-        return GrpcTarget(target, stream=stream, token=token)
-    return HttpTarget(str(url), model=model, stream=stream, plain=plain, token=token)
+        return GrpcTarget(target, stream=stream, **shown)
+    return HttpTarget(str(url), model=model, stream=stream, plain=plain, **shown)
 
 
 async def _measure(make: Any, loads: list[Load]) -> list[Report]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 import msgspec
 
-from rollmill.cli.access import access_options
+from rollmill.cli.access import access_options, replica_tls_options, tls_files
 from rollmill.cli.output import json_option, show
 from rollmill.errors import ConfigError
 
@@ -55,19 +55,7 @@ if TYPE_CHECKING:
     type=click.Path(),
     help="File with the token that the replicas ask for; --token-file unless given.",
 )
-@click.option(
-    "--replica-tls-ca",
-    default=None,
-    type=click.Path(path_type=Path),
-    help="Authority of the replicas' certificates, PEM; they are called with TLS then.",
-)
-@click.option(
-    "--replica-tls-cert",
-    default=None,
-    type=click.Path(path_type=Path),
-    help="The router's own certificate for replicas with mTLS, PEM.",
-)
-@click.option("--replica-tls-key", default=None, type=click.Path(path_type=Path), help="Its private key, PEM.")
+@replica_tls_options
 @click.option(
     "--drain-s",
     default=30.0,
@@ -99,19 +87,14 @@ def router_command(
 ) -> None:
     """Route requests to many replicas behind one address, until SIGTERM, which drains."""
     from rollmill.config.router import load_router_settings
-    from rollmill.generator.security import Access, TlsFiles, check_binding, read_token
+    from rollmill.generator.security import Access, check_binding, read_token
 
     settings = load_router_settings(config_path, overrides=overrides)
     source = _source(replicas, replicas_file, replicas_dns)
-    files = (tls_cert, tls_key, tls_client_ca)
     token = None if token_file is None else read_token(token_file)
-    access = Access(
-        token=token,
-        tls=None if files == (None, None, None) else TlsFiles(cert=tls_cert, key=tls_key, ca=tls_client_ca),
-    )
+    access = Access(token=token, tls=tls_files(cert=tls_cert, key=tls_key, ca=tls_client_ca))
     check_binding(host, access=access)
-    replica_files = (replica_tls_cert, replica_tls_key, replica_tls_ca)
-    replica_tls = TlsFiles(cert=replica_tls_cert, key=replica_tls_key, ca=replica_tls_ca)
+    replica_tls = tls_files(cert=replica_tls_cert, key=replica_tls_key, ca=replica_tls_ca)
 
     from rollmill.runtime.routing import RouterOptions, route
 
@@ -131,7 +114,7 @@ def router_command(
             http_port=http_port,
             access=access,
             replica_token=token if replica_token_file is None else read_token(replica_token_file),
-            replica_tls=None if replica_files == (None, None, None) else replica_tls,
+            replica_tls=replica_tls,
             drain_s=drain_s,
         ),
         on_serving=announce,

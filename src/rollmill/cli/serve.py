@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 import msgspec
 
-from rollmill.cli.access import access_options
+from rollmill.cli.access import access_options, tls_files
 from rollmill.cli.output import json_option, show
 
 if TYPE_CHECKING:
@@ -94,15 +94,14 @@ def serve_command(
     """Serve a model: gRPC and OpenAI-compatible HTTP with /metrics, until SIGTERM, which drains."""
     from rollmill.config.checks import check_serving
     from rollmill.config.load import load_config
-    from rollmill.generator.security import Access, TlsFiles, check_binding, read_token
+    from rollmill.generator.security import Access, check_binding, read_token
 
     named = (("model.source", model), ("generator.engine", engine))
     chosen = [f"{key}={json.dumps(value)}" for key, value in named if value is not None]
     config = load_config(config_path, overrides=[*overrides, *chosen], rules=check_serving).config
-    files = (tls_cert, tls_key, tls_client_ca)
     access = Access(
         token=None if token_file is None else read_token(token_file),
-        tls=None if files == (None, None, None) else TlsFiles(cert=tls_cert, key=tls_key, ca=tls_client_ca),
+        tls=tls_files(cert=tls_cert, key=tls_key, ca=tls_client_ca),
     )
     check_binding(host, access=access)
 

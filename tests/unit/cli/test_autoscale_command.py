@@ -23,6 +23,8 @@ def test_every_setting_of_the_law_is_an_option_with_the_same_default():
     [
         (["--min-replicas", "3", "--max-replicas", "2"], "max_replicas 2 is below min_replicas 3"),
         (["--low-usage", "0.95"], "low_usage 0.95"),
+        (["--replica-tls-key", "k.pem"], "a TLS key was given without its certificate"),
+        (["--", "--tls-cert", "s.pem", "--tls-key", "s.key"], "nothing says how to call them"),
     ],
 )
 def test_settings_that_cannot_be_kept_end_the_command_before_it_starts_anything(tmp_path, arguments, complaint):

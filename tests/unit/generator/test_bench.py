@@ -14,6 +14,7 @@ from rollmill.errors import ConfigError, EngineDead
 from rollmill.generator.bench import HttpTarget, Load, measure, render
 from rollmill.generator.bench.cases import Answered, Asked, Standing, report_of, requests_of, spread
 from rollmill.generator.bench.http_client import HttpConnections
+from rollmill.generator.security import TlsFiles
 
 LOAD = Load(concurrency=2, requests=8, group=4, prompt_tokens=5, new_tokens=(2, 9))
 
@@ -262,10 +263,21 @@ async def test_nobody_at_the_address_is_a_dead_engine():
         await HttpConnections(url).request("GET", "/")
 
 
-@pytest.mark.parametrize("url", ["localhost:8000", "https://host", "http://"])
+@pytest.mark.parametrize("url", ["localhost:8000", "ftp://host", "http://"])
 def test_an_address_of_another_form_is_refused(url):
     with pytest.raises(ConfigError, match="http://HOST:PORT"):
         HttpConnections(url)
+
+
+def test_tls_files_for_an_address_without_tls_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match="called without TLS"):
+        HttpConnections("http://host:1", tls=TlsFiles(ca=tmp_path / "ca.pem"))
+
+
+def test_a_tls_file_that_is_none_is_named(tmp_path):
+    (tmp_path / "ca.pem").write_text("-----BEGIN CERTIFICATE-----\nno\n-----END CERTIFICATE-----\n")
+    with pytest.raises(ConfigError, match=r"ca\.pem cannot be used"):
+        HttpConnections("https://host:1", tls=TlsFiles(ca=tmp_path / "ca.pem"))
 
 
 async def test_the_standing_is_read_from_the_names_of_vllm():

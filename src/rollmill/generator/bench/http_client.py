@@ -7,30 +7,46 @@ cost little: it shares the machine with what it measures.
 from __future__ import annotations
 
 import asyncio
+import ssl
 from collections.abc import AsyncIterator, Mapping
 from urllib.parse import urlsplit
 
 from rollmill.errors import ConfigError, EngineDead, EngineError
+from rollmill.generator.security import TlsFiles
 
 _LINE_BYTES = 64 * 1024
+
+
+_PORTS = {"http": 80, "https": 443}
 
 
 class HttpConnections:
     """Kept connections to one server.
 
     Args:
-        url: `http://HOST:PORT`; without TLS, because what is measured is the service.
+        url: `http://HOST:PORT`, or `https://HOST:PORT`.
         token: sent as bearer token.
+        tls: of this side, for `https`; without it the system's authorities are trusted.
 
     Raises:
-        ConfigError: if the URL is none of that form.
+        ConfigError: if the URL is none of that form, or there are TLS files and it is not `https`, or they cannot be
+            used.
     """
 
-    def __init__(self, url: str, *, token: str | None = None) -> None:
+    def __init__(self, url: str, *, token: str | None = None, tls: TlsFiles | None = None) -> None:
         parts = urlsplit(url)
-        if parts.scheme != "http" or not parts.hostname:
-            raise ConfigError(f"{url} is no address of the form http://HOST:PORT; other schemes are not measured")
-        self.host, self.port, self.path = parts.hostname, parts.port or 80, parts.path.rstrip("/")
+        if parts.scheme not in _PORTS or not parts.hostname:
+            raise ConfigError(
+                f"{url} is no address of the form http://HOST:PORT or https://HOST:PORT; other schemes are not measured"
+            )
+        if tls is not None and parts.scheme != "https":
+            raise ConfigError(
+                f"TLS files were given and {url} is called without TLS; write https://, or leave them out"
+            )
+        self.host, self.port, self.path = parts.hostname, parts.port or _PORTS[parts.scheme], parts.path.rstrip("/")
+        self._origin = f"{parts.scheme}://{self.host}:{self.port}"
+        self._context = _context(tls) if parts.scheme == "https" else None
+        self._server_name = tls.server_name if tls is not None and tls.server_name else self.host
         self._token = token
         self._idle: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
 
@@ -54,9 +70,12 @@ class HttpConnections:
 
     async def _connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         try:
-            return await asyncio.open_connection(self.host, self.port, limit=_LINE_BYTES * 16)
+            secured = {} if self._context is None else {"ssl": self._context, "server_hostname": self._server_name}
+            return await asyncio.open_connection(self.host, self.port, limit=_LINE_BYTES * 16, **secured)
         except OSError as error:
-            raise EngineDead(f"http://{self.host}:{self.port} cannot be reached: {error}. Is it served?") from error
+            raise EngineDead(
+                f"{self._origin} cannot be reached: {error}. Is it served, and with a certificate that is trusted here?"
+            ) from error
 
     async def _send(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, method: str, path: str, body: bytes
@@ -75,17 +94,17 @@ class HttpConnections:
             await writer.drain()
             status, headers = await _head(reader)
         except (OSError, asyncio.IncompleteReadError) as error:
-            writer.close()
-            raise EngineDead(f"http://{self.host}:{self.port} hung up: {error}") from error
+            _drop(writer)
+            raise EngineDead(f"{self._origin} hung up: {error}") from error
         except BaseException:
-            writer.close()
+            _drop(writer)
             raise
         return HttpAnswer(status, headers, reader=reader, writer=writer, keep=self._idle)
 
     def close(self) -> None:
         """Close the connections that are not in use."""
         for _, writer in self._idle:
-            writer.close()
+            _drop(writer)
         self._idle.clear()
 
 
@@ -123,11 +142,16 @@ class HttpAnswer:
             if whole and self.headers.get("connection", "").lower() != "close":
                 self._keep.append((self._reader, self._writer))
             else:
-                self._writer.close()
+                _drop(self._writer)
 
     async def read(self) -> bytes:
         """Return the whole body."""
         return b"".join([piece async for piece in self.pieces()])
+
+
+def _drop(writer: asyncio.StreamWriter) -> None:
+    """Close a connection at once: with TLS a polite end waits for the server, and nobody waits here."""
+    writer.transport.abort()
 
 
 async def _head(reader: asyncio.StreamReader) -> tuple[int, dict[str, str]]:
@@ -146,3 +170,21 @@ async def _line(reader: asyncio.StreamReader) -> bytes:
         return (await reader.readuntil(b"\r\n"))[:-2]
     except asyncio.LimitOverrunError as error:
         raise EngineError(f"a line of the answer is longer than {_LINE_BYTES * 16} bytes") from error
+
+
+def _context(tls: TlsFiles | None) -> ssl.SSLContext:
+    """Return the TLS of a client.
+
+    Raises:
+        ConfigError: if a file is no certificate, key or authority.
+    """
+    if tls is None:
+        return ssl.create_default_context()
+    tls.read()  # says which file cannot be read
+    try:
+        context = ssl.create_default_context(cafile=tls.ca)
+        if tls.cert is not None:
+            context.load_cert_chain(tls.cert, tls.key)
+    except ssl.SSLError as error:
+        raise ConfigError(f"the TLS files {tls.cert}, {tls.key} and {tls.ca} cannot be used: {error}") from error
+    return context

@@ -110,7 +110,7 @@ class HttpTarget:
     """Anything that serves `POST /v1/completions` with token ids as prompt.
 
     Args:
-        url: `http://HOST:PORT`.
+        url: `http://HOST:PORT`, or `https://HOST:PORT`.
         model: name in the requests; may be left out with ours.
         stream: whether answers come token by token.
         plain: whether to send the fields of OpenAI alone; without `ignore_eos` answers may be shorter than asked for,
@@ -118,9 +118,16 @@ class HttpTarget:
     """
 
     def __init__(
-        self, url: str, *, model: str | None = None, stream: bool = True, plain: bool = False, token: str | None = None
+        self,
+        url: str,
+        *,
+        model: str | None = None,
+        stream: bool = True,
+        plain: bool = False,
+        token: str | None = None,
+        tls: TlsFiles | None = None,
     ) -> None:
-        self._connections = HttpConnections(url, token=token)
+        self._connections = HttpConnections(url, token=token, tls=tls)
         self._model, self._stream, self._plain = model, stream, plain
 
     async def ask(self, asked: Asked) -> Answered:
