@@ -91,6 +91,7 @@ class MemoryReplica:
             **{"max_num_seqs": 8, "max_model_len": 400, "digest": "same", **engine},
         )
         self.state = "serving"
+        self.kv = (0, 0)
         self.dead = False
         self.seen: list[pb.GenerateRequest] = []
         self.aborted: list[str] = []
@@ -222,6 +223,8 @@ class MemoryReplica:
             waiting=load.waiting,
             max_num_seqs=info.max_num_seqs,
             max_model_len=info.max_model_len,
+            kv_used_tokens=self.kv[0],
+            kv_capacity_tokens=self.kv[1],
             wall_s=load.wall_s,
             adapters=[pb.AdapterStatus(name=name, policy_version=at) for name, at in self.adapters.items()],
         )

@@ -186,6 +186,14 @@ def metrics_table() -> str:
     return "\n".join(rows)
 
 
+def router_metrics_table() -> str:
+    """Return what a router exports to Prometheus."""
+    from rollmill.generator.router.metrics import METRICS
+
+    rows = ["| Metric | Kind | Meaning |", "|---|---|---|"]
+    return "\n".join([*rows, *(f"| `{name}` | {kind} | {meaning} |" for name, (kind, meaning) in METRICS.items())])
+
+
 def _tree(kind: type[errors.RollmillError], depth: int = 0) -> Iterator[tuple[type[errors.RollmillError], int]]:
     yield kind, depth
     for child in kind.__subclasses__():
@@ -212,4 +220,5 @@ GENERATED: dict[str, Callable[[], str]] = {
     "<!-- generated: api of rl_inference -->": lambda: api_of(MINIMAL),
     "<!-- generated: api over HTTP -->": api_http,
     "<!-- generated: metrics -->": metrics_table,
+    "<!-- generated: router metrics -->": router_metrics_table,
 }

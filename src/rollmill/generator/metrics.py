@@ -14,34 +14,43 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from rollmill.clock import Clock
 from rollmill.errors import MissingExtraError, RequestAborted, RequestIdInUse, RollmillError, UserError
 from rollmill.generator.engines.protocol import EngineLoad
+from rollmill.generator.exposition import Kind, metric_of
 from rollmill.generator.gpu import GpuMeter
 from rollmill.generator.loading import Replica
 from rollmill.generator.state import ReplicaState
-from rollmill.generator.tally import SECONDS, TOKEN_SECONDS, Histogram, Recent
+from rollmill.generator.tally import SECONDS, TOKEN_SECONDS, Histogram, Recent, RecentValues
 from rollmill.generator.wire import LoadReport
 from rollmill.types import GenerateRequest, StopReason, Turn
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
 
-Kind = Literal["counter", "gauge", "histogram"]
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 WINDOW_S = 60
+QUANTILES = (0.5, 0.95)
 
 METRICS: dict[str, tuple[Kind, str]] = {
     "rollmill_requests_total": ("counter", "Calls that ended, by outcome: ok, aborted, cancelled, or an error's code."),
     "rollmill_error_rate": ("gauge", "Share of the calls of the last minute that failed; errors of the user excluded."),
     "rollmill_rollout_throughput": ("gauge", "Turns finished per second in the last minute."),
     "rollmill_rollout_latency_seconds": ("histogram", "From a call's arrival to its last turn's end."),
+    "rollmill_rollout_latency_quantile_seconds": (
+        "gauge",
+        "p50 and p95 of rollout_latency_seconds over the last minute; absent without a call in it.",
+    ),
     "rollmill_time_to_first_token_seconds": ("histogram", "From a call's arrival to a turn's first token."),
     "rollmill_inter_token_latency_seconds": ("histogram", "Between two tokens of a turn: its mean, once per interval."),
     "rollmill_request_queue_seconds": ("histogram", "From a turn's arrival in the engine to its prefill."),
     "rollmill_queue_depth": ("gauge", "Sequences that wait for room in the engine."),
+    "rollmill_queue_depth_by_reason": (
+        "gauge",
+        "The same by reason: capacity (no room), or deferred (the engine is paused, or a wave is not whole yet).",
+    ),
     "rollmill_requests_running": ("gauge", "Sequences in the engine's batch."),
     "rollmill_max_num_seqs": ("gauge", "Sequences that the engine's batch has room for."),
     "rollmill_kv_cache_usage": ("gauge", "Share of the KV cache that running sequences use, 0 to 1."),
@@ -53,6 +62,8 @@ METRICS: dict[str, tuple[Kind, str]] = {
     "rollmill_generated_tokens_total": ("counter", "Tokens sampled."),
     "rollmill_prefill_tokens_total": ("counter", "Prompt tokens computed."),
     "rollmill_cached_tokens_total": ("counter", "Prompt tokens whose KV was shared instead of computed."),
+    "rollmill_prefix_cache_queries_total": ("counter", "Prompt tokens looked up in the prefix cache."),
+    "rollmill_prefix_cache_hits_total": ("counter", "Of those, tokens whose KV was found."),
     "rollmill_preemptions_total": ("counter", "Sequences whose KV was given up before their end."),
     "rollmill_guessed_tokens_total": ("counter", "Tokens guessed by speculative decoding."),
     "rollmill_accepted_tokens_total": ("counter", "Guessed tokens that were drawn."),
@@ -90,7 +101,10 @@ METRICS: dict[str, tuple[Kind, str]] = {
 ALIASES: dict[str, str] = {
     "vllm:num_requests_running": "rollmill_requests_running",
     "vllm:num_requests_waiting": "rollmill_queue_depth",
+    "vllm:num_requests_waiting_by_reason": "rollmill_queue_depth_by_reason",
     "vllm:kv_cache_usage_perc": "rollmill_kv_cache_usage",
+    "vllm:prefix_cache_queries_total": "rollmill_prefix_cache_queries_total",
+    "vllm:prefix_cache_hits_total": "rollmill_prefix_cache_hits_total",
     "vllm:num_preemptions_total": "rollmill_preemptions_total",
     "vllm:spec_decode_num_draft_tokens_total": "rollmill_guessed_tokens_total",
     "vllm:spec_decode_num_accepted_tokens_total": "rollmill_accepted_tokens_total",
@@ -100,8 +114,11 @@ ALIASES: dict[str, str] = {
     "vllm:time_to_first_token_seconds": "rollmill_time_to_first_token_seconds",
     "vllm:inter_token_latency_seconds": "rollmill_inter_token_latency_seconds",
     "vllm:e2e_request_latency_seconds": "rollmill_rollout_latency_seconds",
+    "vllm:rl_weight_update_operation_duration_seconds": "rollmill_weight_load_seconds",
 }
 """Name that vLLM gives the same quantity -> ours."""
+_LABELS_OF_ALIAS = {"vllm:rl_weight_update_operation_duration_seconds": {"phase": "operation"}}
+"""Where vLLM calls a label otherwise: our name -> its name. The operations are our phases."""
 
 _LOAD_PHASES = ("pull", "stage", "finish", "drain", "swap", "prove", "resume")
 
@@ -147,6 +164,7 @@ class ReplicaMetrics:
             Recent(now_s=now_s, window_s=WINDOW_S) for _ in range(5)
         )
         self._latency, self._first_token, self._queued = (Histogram(SECONDS) for _ in range(3))
+        self._latencies = RecentValues(window_s=WINDOW_S)
         self._between_tokens = Histogram(TOKEN_SECONDS)
         self._loads: dict[str, int] = {"ok": 0}
         self._load_s = {phase: Histogram(SECONDS) for phase in _LOAD_PHASES}
@@ -166,6 +184,7 @@ class ReplicaMetrics:
             self._failed.add(is_failure(result), now_s=now_s)
             return
         self._latency.observe(latency_s)
+        self._latencies.add(latency_s, now_s=now_s)
         for turn in result:
             self._count_turn(turn)
         self._turns.add(len(result), now_s=now_s)
@@ -213,33 +232,24 @@ class ReplicaMetrics:
         samples = self._samples()
         for name, values in samples.items():
             if values:
-                yield self._metric(name, values)
-        label = {"model_name": self._model_name or self._replica.engine.info().model}
+                kind, text = METRICS[name]
+                yield metric_of(name, values, kind=kind, text=text)
+        model = {"model_name": self._model_name or self._replica.engine.info().model}
         for alias, name in ALIASES.items() if self._aliases else ():
-            yield self._metric(alias, [({**labels, **label}, value) for labels, value in samples[name]], like=name)
-
-    def _metric(
-        self, name: str, samples: Sequence[tuple[Mapping[str, str], Any]], *, like: str | None = None
-    ) -> Metric:
-        from prometheus_client.core import Metric
-
-        kind, text = METRICS[like or name]
-        metric = Metric(name.removesuffix("_total") if kind == "counter" else name, text, kind)
-        for labels, value in samples:
-            if isinstance(value, Histogram):
-                for bound, count in value.cumulative():
-                    metric.add_sample(f"{name}_bucket", {**labels, "le": bound}, count)
-                metric.add_sample(f"{name}_count", dict(labels), value.count)
-                metric.add_sample(f"{name}_sum", dict(labels), value.total)
-            else:
-                metric.add_sample(name, dict(labels), value)
-        return metric
+            kind, text = METRICS[name]
+            theirs = _LABELS_OF_ALIAS.get(alias, {})
+            renamed = [
+                ({**{theirs.get(key, key): text for key, text in labels.items()}, **model}, value)
+                for labels, value in samples[name]
+            ]
+            yield metric_of(alias, renamed, kind=kind, text=text)
 
     def _samples(self) -> dict[str, list[tuple[dict[str, str], Any]]]:
         """Return name -> [(labels, number or histogram)]; an empty list where nothing can be said."""
         engine, now_s = self._replica.engine, self._clock.now_s()
         load, info = engine.load(), engine.info()
         self._count_tokens(load)
+        deferred = load.waiting if load.paused else load.deferred
         ended, passes = self._ended.sum(now_s=now_s), self._passes.sum(now_s=now_s)
         newest = None if self._newest_version is None else self._newest_version()
         plain: dict[str, Any] = {
@@ -257,6 +267,8 @@ class ReplicaMetrics:
             "generated_tokens_total": load.output_tokens,
             "prefill_tokens_total": load.prefill_tokens,
             "cached_tokens_total": load.cached_tokens,
+            "prefix_cache_queries_total": load.cached_tokens + load.prefill_tokens,
+            "prefix_cache_hits_total": load.cached_tokens,
             "preemptions_total": load.preemptions,
             "guessed_tokens_total": load.guessed_tokens,
             "accepted_tokens_total": load.accepted_tokens,
@@ -270,6 +282,8 @@ class ReplicaMetrics:
             plain["publish_lag_versions"] = max(0, newest - info.policy_version)
         labelled: dict[str, tuple[str, Mapping[Any, Any]]] = {
             "requests_total": ("outcome", self._requests),
+            "rollout_latency_quantile_seconds": ("quantile", self._latencies.quantiles(QUANTILES, now_s=now_s)),
+            "queue_depth_by_reason": ("reason", {"capacity": load.waiting - deferred, "deferred": deferred}),
             "engine_seconds_total": ("cause", load.seconds),
             "inference_gpu_util": ("gpu", {} if self._gpus is None else self._gpus.read()),
             "weight_loads_total": ("outcome", self._loads),

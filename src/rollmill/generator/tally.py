@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import collections
+import math
 from collections.abc import Iterator, Sequence
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
@@ -41,6 +42,33 @@ class Histogram:
         for bound, count in zip((*map(str, self._bounds), "+Inf"), self._counts, strict=True):
             seen += count
             yield bound, seen
+
+
+class RecentValues:
+    """Quantiles of the values of the last `window_s` seconds; of the newest `most` of them, if there were more.
+
+    Example:
+        >>> waits = RecentValues(window_s=60, most=100)
+        >>> for at_s, value in ((0.0, 9.0), (30.0, 1.0), (40.0, 2.0), (50.0, 3.0)):
+        ...     waits.add(value, now_s=at_s)
+        >>> waits.quantiles((0.5, 0.95), now_s=65.0)  # the first one is too old
+        {0.5: 2.0, 0.95: 3.0}
+    """
+
+    def __init__(self, *, window_s: float = 60.0, most: int = 4096) -> None:
+        self._window_s = window_s
+        self._values: collections.deque[tuple[float, float]] = collections.deque(maxlen=most)
+
+    def add(self, value: float, *, now_s: float) -> None:
+        """Take a value."""
+        self._values.append((now_s, value))
+
+    def quantiles(self, shares: Sequence[float], *, now_s: float) -> dict[float, float]:
+        """Return share -> the smallest value that at least this share of all lies at or under; empty without values."""
+        while self._values and self._values[0][0] < now_s - self._window_s:
+            self._values.popleft()
+        values = sorted(value for _, value in self._values)
+        return {share: values[max(0, math.ceil(share * len(values)) - 1)] for share in shares} if values else {}
 
 
 class Recent:

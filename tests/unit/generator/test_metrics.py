@@ -171,6 +171,55 @@ def test_rates_are_those_of_the_last_minute():
     assert of(samples, "rollmill_tokens_per_s") == 0
 
 
+def test_quantiles_of_the_latency_are_those_of_the_last_minute_and_absent_without_calls():
+    rig = Rig()
+    name = "rollmill_rollout_latency_quantile_seconds"
+    assert not [key for key in rig.read() if key[0] == name]
+    rig.metrics.served(asked(), [turn(2)], latency_s=50.0)
+    rig.clock.advance(61)
+    for latency_s in range(1, 21):
+        rig.metrics.served(asked(), [turn(2)], latency_s=float(latency_s))
+    samples = rig.read()
+    # 10 of 20 lie at or under 10 s, 19 of 20 at or under 19 s; what was a minute ago does not count
+    assert (of(samples, name, quantile="0.5"), of(samples, name, quantile="0.95")) == (10.0, 19.0)
+
+
+def test_what_waits_is_told_apart_by_what_it_waits_for():
+    rig = Rig()
+    rig.report(waiting=5, deferred=2)
+    samples = rig.read()
+    names = ("rollmill_queue_depth_by_reason", "vllm:num_requests_waiting_by_reason")
+    for name, model in zip(names, ({}, {"model_name": "fake"}), strict=True):
+        assert of(samples, name, reason="capacity", **model) == 3
+        assert of(samples, name, reason="deferred", **model) == 2
+    rig.report(paused=True)
+    assert of(rig.read(), "rollmill_queue_depth_by_reason", reason="deferred") == 5
+
+
+def test_prefix_cache_and_weight_updates_have_the_names_of_vllm_too():
+    rig = Rig(model_name="policy")
+    rig.report(cached_tokens=30, prefill_tokens=70)
+    rig.metrics.loaded(
+        LoadReport(
+            policy_version=2,
+            digest="d",
+            nbytes=8,
+            pull_s=1.0,
+            pause_s=0.5,
+            changed=True,
+            canary_difference=None,
+            swap_s=0.25,
+        )
+    )
+    samples = rig.read()
+    assert of(samples, "rollmill_prefix_cache_queries_total") == 100
+    assert of(samples, "vllm:prefix_cache_queries_total", model_name="policy") == 100
+    assert of(samples, "vllm:prefix_cache_hits_total", model_name="policy") == 30
+    took = "vllm:rl_weight_update_operation_duration_seconds_sum"
+    assert of(samples, took, operation="pull", model_name="policy") == 1.0
+    assert of(samples, took, operation="swap", model_name="policy") == 0.25
+
+
 def test_gauges_are_what_the_engine_reports_at_the_scrape():
     rig = Rig(newest_version=lambda: 4)
     rig.report(
@@ -294,6 +343,7 @@ def test_the_names_of_vllm_can_be_left_out():
 def test_everything_that_is_exported_is_in_the_table_and_nothing_else():
     rig = Rig(aliases=False, newest_version=lambda: 1)
     rig.report(decode_passes=1, host_kv=TIER)
+    rig.metrics.served(asked(), [turn(2)], latency_s=1.0)
     families = list(text_string_to_metric_families(rig.metrics.render().decode()))
     # The text form names a counter with its ending; the parser takes it off again.
     exported = {f.name + "_total" if f.type == "counter" else f.name for f in families}

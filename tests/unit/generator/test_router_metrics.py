@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 
 import pytest
 
@@ -65,6 +66,40 @@ def test_the_page_has_the_numbers_of_what_happened():
         assert over["rollmill_router_requests_total", "ok"] == 4
         assert over["rollmill_router_requests_total", "data"] == 1
         assert over["rollmill_router_queue_depth", "x"] == 0
-        assert {name for name, *_ in over} == set(METRICS)
+        # Four calls were answered: 5 tokens of 1 s each, and the one over its job's quota waited for another before.
+        assert over["rollmill_router_latency_seconds_count",] == 4
+        assert over["rollmill_router_latency_seconds_bucket", "10.0"] == 4
+        assert over["rollmill_router_latency_seconds_sum",] == pytest.approx(5 + 5 + 5 + 10)
+        assert over["rollmill_router_latency_quantile_seconds", "0.5"] == pytest.approx(5)
+        assert over["rollmill_router_latency_quantile_seconds", "0.95"] == pytest.approx(10)
+        assert over["rollmill_router_kv_cache_usage",] == 0
+        assert over["rollmill_router_replica_kv_cache_usage", "b"] == 0
+        names = {re.sub("_(bucket|count|sum)$", "", name) for name, *_ in over}
+        assert names == set(METRICS)
+        assert ("rollmill_router_latency_quantile_seconds", "0.5") not in running
+
+    run_virtual(test(), clock=clock)
+
+
+def test_kv_in_use_is_that_of_the_replicas_and_of_the_fleet():
+    clock = VirtualClock()
+
+    async def test() -> None:
+        replicas = {name: MemoryReplica(name, clock=clock) for name in ("a", "b")}
+        replicas["a"].kv, replicas["b"].kv = (300, 400), (0, 1200)
+        service = RouterService(
+            settings(poll_s=0.5),
+            source=FixedList([Entry("a"), Entry("b")]),
+            connect=replicas.__getitem__,
+            clock=clock,
+        )
+        async with asyncio.TaskGroup() as tasks:
+            loops = tasks.create_task(service.run())
+            await asyncio.sleep(0.5)
+            found = numbers(RouterMetrics(service, clock=clock).render())
+            loops.cancel()
+        shares = [found["rollmill_router_replica_kv_cache_usage", name] for name in ("a", "b")]
+        assert shares == [0.75, 0.0]
+        assert found["rollmill_router_kv_cache_usage",] == pytest.approx(300 / 1600)
 
     run_virtual(test(), clock=clock)

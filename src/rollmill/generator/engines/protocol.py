@@ -101,6 +101,7 @@ class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         seconds: cause -> seconds since the engine was made (`prefill`, `decode`, `weight_load`, `idle`, `paused`, ...);
             they sum to `wall_s`.
+        deferred: of those that wait, how many are held for another reason than room: a wave that is not whole yet.
         decode_passes: passes in which sequences got a token each; 0 if the engine does not count them.
         preemptions: sequences whose KV was given up before their end.
         guessed_tokens: of speculative decoding.
@@ -119,6 +120,7 @@ class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
     cached_tokens: int
     wall_s: float
     seconds: dict[str, float]
+    deferred: int = 0
     decode_passes: int = 0
     preemptions: int = 0
     guessed_tokens: int = 0

@@ -40,6 +40,7 @@ from rollmill.generator.router.law import RouterLaw
 from rollmill.generator.router.records import Ask, Ended, Instruction, Refuse, Send
 from rollmill.generator.router.upstream import Upstream, UpstreamError, read
 from rollmill.generator.service import TextCodec
+from rollmill.generator.tally import SECONDS, Histogram, RecentValues
 
 CONTROL_S = 10.0
 """Deadline of calls that abort a request."""
@@ -89,6 +90,7 @@ class Forwarder:
         self._idle.set()
         self.moved = self.retried = self.hedged = 0
         self.outcomes: Counter[str] = Counter()
+        self.latency, self.latencies = Histogram(SECONDS), RecentValues()
 
     # -- calls
 
@@ -199,6 +201,7 @@ class Forwarder:
             call = self._begin(data, emit=emit)
             yield call
             outcome = "ok"
+            self._note_latency(call)
         except RollmillError as error:
             outcome = error.code
             raise
@@ -206,6 +209,11 @@ class Forwarder:
             self.outcomes[outcome] += 1
             if call is not None:
                 self._end(call)
+
+    def _note_latency(self, call: Call) -> None:
+        now_s = self._clock.now_s()
+        self.latency.observe(now_s - call.started_s)
+        self.latencies.add(now_s - call.started_s, now_s=now_s)
 
     def _begin(self, data: bytes, *, emit: Emit | None) -> Call:
         message = pb.GenerateRequest.FromString(data)

@@ -8,35 +8,41 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from rollmill.clock import Clock
 from rollmill.errors import MissingExtraError
+from rollmill.generator.exposition import Kind, Sample, metric_of
 from rollmill.generator.router.records import Seen
 from rollmill.generator.router.service import RouterService
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
 
-Kind = Literal["counter", "gauge"]
 OTHER_JOBS = "other"
+QUANTILES = (0.5, 0.95)
 
 METRICS: dict[str, tuple[Kind, str]] = {
     "rollmill_router_requests_total": ("counter", "Calls that ended, by outcome: ok, cancelled, or an error's code."),
+    "rollmill_router_latency_seconds": ("histogram", "From a call's arrival at the router to its answer's end."),
+    "rollmill_router_latency_quantile_seconds": (
+        "gauge",
+        "p50 and p95 of latency_seconds over the last minute; absent without a call in it.",
+    ),
     "rollmill_router_moved_total": ("counter", "Samples that went on at another replica with their tokens."),
     "rollmill_router_retried_total": ("counter", "Attempts that were made again at another replica."),
     "rollmill_router_hedged_total": ("counter", "Requests sent to a second replica because the first token was late."),
     "rollmill_router_answered_per_s": ("gauge", "Samples answered per second lately."),
     "rollmill_router_queue_depth": ("gauge", "Samples that wait in the router, by job."),
     "rollmill_router_in_flight": ("gauge", "Samples that replicas hold for this router, by job."),
+    "rollmill_router_kv_cache_usage": ("gauge", "Share of the KV of all replicas that is in use, 0 to 1."),
+    "rollmill_router_replica_kv_cache_usage": ("gauge", "Share of a replica's KV that is in use, 0 to 1."),
     "rollmill_router_replica_in_flight": ("gauge", "Samples that a replica holds for this router."),
     "rollmill_router_replica_places": ("gauge", "Samples that a replica gets at once."),
     "rollmill_router_replica_policy_version": ("gauge", "Policy version that a replica serves."),
     "rollmill_router_replica_state": ("gauge", "1 for the state that a replica is in, 0 for the others."),
 }
 """Name -> kind and meaning, of everything that is exported."""
-
-Sample = tuple[dict[str, str], float]
 
 
 class RouterMetrics:
@@ -67,19 +73,14 @@ class RouterMetrics:
 
     def collect(self) -> Iterator[Metric]:
         """Yield every metric as it is now."""
-        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
-
         for name, samples in self._samples().items():
             kind, text = METRICS[name]
-            labels = list(samples[0][0]) if samples else []
-            family = (CounterMetricFamily if kind == "counter" else GaugeMetricFamily)(name, text, labels=labels)
-            for values, number in samples:
-                family.add_metric(list(values.values()), number)
-            yield family
+            yield metric_of(name, samples, kind=kind, text=text)
 
     def _samples(self) -> dict[str, list[Sample]]:
         forwarder, law = self._service.forwarder, self._service.law
-        rate = law.rate.per_s(now_s=self._clock.now_s())
+        now_s = self._clock.now_s()
+        rate = law.rate.per_s(now_s=now_s)
         counters = {"moved": forwarder.moved, "retried": forwarder.retried, "hedged": forwarder.hedged}
         found: dict[str, list[Sample]] = {
             f"rollmill_router_{name}_total": [({}, float(count))] for name, count in counters.items()
@@ -88,6 +89,11 @@ class RouterMetrics:
             ({"outcome": outcome}, float(count)) for outcome, count in sorted(forwarder.outcomes.items())
         ]
         found["rollmill_router_answered_per_s"] = [({}, rate or 0.0)]
+        found["rollmill_router_latency_seconds"] = [({}, forwarder.latency)]
+        found["rollmill_router_latency_quantile_seconds"] = [
+            ({"quantile": str(share)}, value)
+            for share, value in forwarder.latencies.quantiles(QUANTILES, now_s=now_s).items()
+        ]
         return found | self._jobs() | self._replicas()
 
     def _jobs(self) -> dict[str, list[Sample]]:
@@ -108,13 +114,17 @@ class RouterMetrics:
             "in_flight": [member.in_flight for member in members],
             "places": [member.places for member in members],
             "policy_version": [member.policy_version for member in members],
+            "kv_cache_usage": [member.kv_use for member in members],
         }
+        status = self._service.status()
+        capacity = status.kv_capacity_tokens
         found: dict[str, list[Sample]] = {
             f"rollmill_router_replica_{name}": [
                 ({"replica": member.name}, float(value)) for member, value in zip(members, values, strict=True)
             ]
             for name, values in numbers.items()
         }
+        found["rollmill_router_kv_cache_usage"] = [({}, status.kv_used_tokens / capacity if capacity else 0.0)]
         found["rollmill_router_replica_state"] = [
             ({"replica": member.name, "state": state.value}, float(member.seen is state))
             for member in members

@@ -425,6 +425,7 @@ class EmbeddedEngine:
             cached_tokens=core.cached_tokens,
             wall_s=wall_s,
             seconds=seconds,
+            deferred=len(core.gate.held),
             decode_passes=core.decode_passes,
             preemptions=core.preemptions,
             guessed_tokens=0 if core.speculator is None else core.speculator.guessed,
