@@ -13,6 +13,7 @@ from google.protobuf import descriptor_pb2
 from rollmill import errors
 from rollmill.cli.app import cli
 from rollmill.config.explain import explain_defaults, render_reference
+from rollmill.config.explain_others import render_others
 
 SOURCES = Path(errors.__file__).parents[1]
 OURS = "rollmill/generator/proto/policy_inference.proto"
@@ -29,7 +30,7 @@ def on_page_markdown(markdown: str, **_: object) -> str:
 
 def configuration() -> str:
     """Return every setting with its default, unit and effect."""
-    return render_reference(explain_defaults())
+    return f"{render_reference(explain_defaults())}\n{render_others()}"
 
 
 def error_table() -> str:

@@ -79,9 +79,9 @@ class SplitSettings(Section):
         8192, unit="tokens", raising="longer prompts and answers", lowering="more sequences in the same memory", ge=8
     )
     """Longest prompt plus output, on both sides."""
-    gpus_per_host: int = knob(8, unit="GPUs", ge=1)
+    gpus_per_host: int = knob(8, unit="GPUs", raising="more servers on each host", lowering="fewer of them", ge=1)
     """GPUs of every host."""
-    gpu_memory_gb: float = knob(80.0, unit="GB", gt=0)
+    gpu_memory_gb: float = knob(80.0, unit="GB", raising="more KV is planned", lowering="less KV is planned", gt=0)
     """Memory of every GPU, in units of 10^9 bytes."""
     activation_gb: float = knob(
         4.0, unit="GB", raising="safer estimate, less KV", lowering="more KV, nearer to running out", ge=0

@@ -7,6 +7,7 @@ page of the documentation cannot disagree. Decides nothing.
 from __future__ import annotations
 
 import functools
+import itertools
 from typing import Any
 
 import msgspec
@@ -77,12 +78,17 @@ def render_explained(rows: list[Explained]) -> str:
 def render_reference(rows: list[Explained]) -> str:
     """Return the settings as a Markdown reference, one section per table of the configuration."""
     parts: list[str] = []
-    section = ""
+    for head, of_section in itertools.groupby(rows, key=lambda row: row.key.partition(".")[0]):
+        parts.append(f"## [{head}]\n\n{RollmillConfig.model_fields[head].description or ''}\n")
+        parts.append(render_settings(list(of_section)))
+    return "\n".join(parts)
+
+
+def render_settings(rows: list[Explained]) -> str:
+    """Return the settings of one section as Markdown, each under its name in it."""
+    parts: list[str] = []
     for row in rows:
-        head, _, leaf = row.key.partition(".")
-        if head != section:
-            section = head
-            parts.append(f"## [{head}]\n\n{RollmillConfig.model_fields[head].description or ''}\n")
+        leaf = row.key.partition(".")[2]
         facts = [f"default `{_toml(row.default)}`"]
         facts += [f"unit {row.unit}"] if row.unit else []
         facts += [f"valid: {row.valid}"] if row.valid else []
@@ -111,13 +117,29 @@ def _explained(loaded: LoadedConfig, key: str) -> Explained:
         raise ConfigError(unknown_key_message(key, where="config explain"))
     model, leaf = field
     info = model.model_fields[leaf]
-    extra = info.json_schema_extra if isinstance(info.json_schema_extra, dict) else {}
     default = value_at(RollmillConfig(), key) if info.is_required() or key.startswith("environment.") else info.default
+    origin = loaded.origins.get(key, DEFAULT_ORIGIN)
+    return explained_field(model, leaf, key=key, value=value_at(loaded.config, key), origin=origin, default=default)
+
+
+def explained_field(model: type[Section], leaf: str, *, key: str, value: Any, origin: str, default: Any) -> Explained:
+    """Return what there is to know of a field of a table.
+
+    Args:
+        model: the table.
+        leaf: the field's name in it.
+        key: its whole name.
+        value: as it is resolved.
+        origin: where that came from.
+        default: value when nothing is said.
+    """
+    info = model.model_fields[leaf]
+    extra = info.json_schema_extra if isinstance(info.json_schema_extra, dict) else {}
     return Explained(
         key=key,
-        value=_plain(value_at(loaded.config, key)),
+        value=_plain(value),
         unit=str(extra.get("unit", "")),
-        origin=loaded.origins.get(key, DEFAULT_ORIGIN),
+        origin=origin,
         meaning=" ".join((info.description or "").split()),
         raising=str(extra.get("raising", "")),
         lowering=str(extra.get("lowering", "")),

@@ -31,6 +31,17 @@ COMMAND_LINE_ORIGIN = "command line"
 
 MAX_PROBLEMS_SHOWN = 8
 
+NAMES_ELSEWHERE: Mapping[str, str] = {
+    "max_batch_size": "generator.max_num_seqs",
+    "max_running_requests": "generator.max_num_seqs",
+    "context_length": "generator.max_model_len",
+    "chunked_prefill_size": "generator.max_num_batched_tokens",
+    "mem_fraction_static": "generator.gpu_memory_utilization",
+    "tp_size": "generator.tensor_parallel_size",
+    "dp_size": "generator.data_parallel_size",
+}
+"""What other servers call a setting -> our key."""
+
 
 @dataclass(frozen=True, slots=True)
 class LoadedConfig:
@@ -59,14 +70,15 @@ def sections() -> dict[str, type[Section]]:
 
 def all_keys() -> tuple[str, ...]:
     """Return every key, `section.key` or `section.table.key`, in the order of the tree."""
-    return tuple(key for section, model in sections().items() for key in _keys_of(model, prefix=section))
+    return tuple(key for section, model in sections().items() for key in keys_of(model, prefix=section))
 
 
-def _keys_of(model: type[Section], *, prefix: str) -> Iterator[str]:
+def keys_of(model: type[Section], *, prefix: str) -> Iterator[str]:
+    """Yield the keys of a tree of settings behind a prefix."""
     for name, info in model.model_fields.items():
         kind = info.annotation
         if isinstance(kind, type) and issubclass(kind, Section):
-            yield from _keys_of(kind, prefix=f"{prefix}.{name}")
+            yield from keys_of(kind, prefix=f"{prefix}.{name}")
         else:
             yield f"{prefix}.{name}"
 
@@ -122,7 +134,10 @@ def unknown_key_message(key: str, *, where: str) -> str:
     """Return the sentence that refuses an unknown key and names the nearest one."""
     near = nearest_key(key)
     section = key.partition(".")[0]
-    if near is not None:
+    theirs = key.rpartition(".")[2]
+    if theirs in NAMES_ELSEWHERE:
+        hint = f"What is called {theirs} elsewhere is {NAMES_ELSEWHERE[theirs]!r} here."
+    elif near is not None:
         hint = f"Did you mean {near!r}?"
     elif section in sections():
         hint = f"Keys of [{section}]: {', '.join(sections()[section].model_fields)}."

@@ -254,7 +254,7 @@ class GeneratorSettings(Section):
     max_num_seqs: int = knob(
         48, unit="sequences", raising="larger batches, more KV memory", lowering="less memory, lower throughput", ge=1
     )
-    """Sequences decoded at once."""
+    """Sequences decoded at once; other servers call it max_batch_size or max_running_requests."""
     max_model_len: int = knob(
         256, unit="tokens", raising="longer prompts and answers, more KV memory", lowering="less memory", ge=8
     )
