@@ -120,7 +120,7 @@ def parts(core: EngineCore, rows: int) -> dict[str, float]:
 
 def name_the_kernels() -> None:
     """Make the compiled functions visible to torch's profiler, which sees only its own operators."""
-    for name in ("linear", "attend"):
+    for name in ("linear", "linear_bfloat16", "attend"):
         plain = getattr(Kernels, name)
 
         @functools.wraps(plain)

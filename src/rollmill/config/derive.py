@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from rollmill.config.precision import native_bfloat16, resolve_dtype
+from rollmill.config.precision import packed_precision, resolve_dtype
 from rollmill.config.schema import RollmillConfig
 from rollmill.errors import ConfigError
 
@@ -334,13 +334,14 @@ def _beside_kv(config: RollmillConfig, *, model: ModelFacts, staged: bool) -> di
 def _served_weights(config: RollmillConfig, *, model: ModelFacts) -> dict[str, int]:
     """Return bytes of the weights that one replica serves, and of the packed copy of a tied head."""
     plain = serving_bytes(config)
-    # The compiled kernels are written for CPUs without bfloat16; whether they can be had is not known here.
-    packs = config.generator.kernels == "native" or (config.generator.kernels == "auto" and not native_bfloat16())
-    if not packs:
+    kernels, quantization = config.generator.kernels, config.generator.quantization
+    # Whether a compiler is there is not known here.
+    precision = packed_precision(resolve_dtype(config.generator.dtype), kernels=kernels)
+    if precision is None and (quantization == "none" or kernels == "torch"):
         return {"weights": model.parameters * plain}
     embedding = model.vocabulary_size * model.hidden_size
     # Eight bits, and four bytes for every 32 of them.
-    packed = 1.125 if config.generator.quantization == "int8" else BYTES_OF["float32"]
+    packed = 1.125 if quantization == "int8" or precision is None else BYTES_OF[precision]
     parts = {"weights": embedding * plain + int((model.parameters - embedding) * packed)}
     if model.tied:
         parts["packed_head"] = int(embedding * packed)

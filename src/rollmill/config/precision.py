@@ -20,23 +20,56 @@ NATIVE_BFLOAT16_FLAGS = frozenset({"avx512_bf16", "amx_bf16"})
 """CPU flags under which a bfloat16 product is one instruction."""
 
 
-def native_bfloat16(*, cpuinfo: str | None = None) -> bool:
-    """Return whether this CPU multiplies bfloat16 natively.
+def cpu_flags(*, cpuinfo: str | None = None) -> frozenset[str]:
+    """Return what this CPU can do, in the words of Linux.
 
     Args:
-        cpuinfo: text of `/proc/cpuinfo`; read from the machine if `None`, and `False` where there is none.
+        cpuinfo: text of `/proc/cpuinfo`; read from the machine if `None`, and nothing where there is none.
     """
     if cpuinfo is None:
         try:
             cpuinfo = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
         except OSError:  # not Linux: nothing known, so the precision that always works
-            return False
+            return frozenset()
     flags: set[str] = set()
     for line in cpuinfo.splitlines():
         name, _, values = line.partition(":")
         if name.strip() in ("flags", "Features"):
             flags.update(values.split())
-    return not NATIVE_BFLOAT16_FLAGS.isdisjoint(flags)
+    return frozenset(flags)
+
+
+def native_bfloat16(*, cpuinfo: str | None = None) -> bool:
+    """Return whether this CPU multiplies bfloat16 natively.
+
+    Args:
+        cpuinfo: as in `cpu_flags`.
+    """
+    return not NATIVE_BFLOAT16_FLAGS.isdisjoint(cpu_flags(cpuinfo=cpuinfo))
+
+
+def packed_precision(
+    dtype: Precision, *, kernels: Literal["auto", "native", "torch"], cpuinfo: str | None = None
+) -> Precision | None:
+    """Return in which precision the generator's compiled kernels keep weights, or `None` if torch multiplies.
+
+    Where the CPU has no bfloat16 product they keep the rounded numbers in float32. Where it has one of tiles (AMX),
+    torch's has not been measured against theirs, which are used only if insisted on. Whether the kernels can be had is
+    not looked at.
+
+    Args:
+        dtype: serving precision.
+        kernels: `generator.kernels`.
+        cpuinfo: as in `cpu_flags`.
+    """
+    if kernels == "torch":
+        return None
+    if dtype == "float32":
+        return "float32"
+    flags = cpu_flags(cpuinfo=cpuinfo)
+    if kernels == "auto" and "amx_bf16" in flags:
+        return None
+    return "bfloat16" if "avx512_bf16" in flags else "float32"
 
 
 def resolve_dtype(name: str, *, cpuinfo: str | None = None) -> Precision:

@@ -1,10 +1,11 @@
-/* Matrix products for few rows, and attention of decoded tokens, on x86-64 with AVX2 and FMA.
+/* Matrix products for few rows, and attention of decoded tokens, on x86-64 with AVX2 and FMA; wider with AVX-512, and in
+ * bfloat16 with its instructions for that. Which of the three this is, the compiler's flags say.
  *
  * Decoding multiplies 8 to 64 rows with weights that do not fit into any cache. General libraries re-order the weights
  * at every call to a layout that their inner loop can stream; here that is done once, when the weights are loaded.
  *
- * Packed layout of W [n, k]: panels of 16 output columns, each [k][16], the last one padded with zeros.
- * A tile of up to 6 rows x 16 columns is kept in 12 registers; each weight is read from memory once per call.
+ * Packed layout of W [n, k]: panels of two vectors of output columns (16, with AVX-512 32), each [k][columns], the last
+ * one padded with zeros. A tile of rows x columns is kept in registers; each weight is read from memory once per call.
  */
 #include <immintrin.h>
 #include <math.h>
@@ -12,13 +13,25 @@
 #include <stdlib.h>
 #include <string.h>
 
-#define COLUMNS 16 /* of a panel */
-#define ROWS 6     /* of a tile */
-#define GROUP 32   /* inputs that share a factor */
-#define DEPTH 384  /* products of a panel that stay in the first-level cache: 24 KiB */
-#define CHUNK 240  /* rows whose activations stay in the second-level cache */
+#ifdef __AVX512F__
+#define LANES 16          /* of a vector */
+#define ROWS 12           /* of a tile: 24 of 32 registers */
+#define NEAR _MM_HINT_T1  /* the cache that the next block is brought into: the first would lose what is in use */
+#else
+#define LANES 8
+#define ROWS 6 /* 12 of 16 registers */
+#define NEAR _MM_HINT_T0
+#endif
+#define COLUMNS (2 * LANES) /* of a panel */
+#define GROUP 32            /* inputs that share a factor */
+#define DEPTH 384           /* inputs of a block, whose weights stay in a cache: 24 KiB, with AVX-512 48 */
+#define CHUNK 240           /* rows whose activations stay in the second-level cache */
 
 typedef float lanes __attribute__((vector_size(32), aligned(4)));
+typedef float wide __attribute__((vector_size(4 * LANES), aligned(4)));
+
+/* Output columns of a panel: what a packed weight is padded to. */
+long rollmill_columns(void) { return COLUMNS; }
 
 /* ---- packing */
 
@@ -45,15 +58,15 @@ static void transpose_8x8(const float *from, long stride, float *to) {
 static void pack_panel(const float *w, float *panel, long n, long k) {
     long whole = n == COLUMNS ? k - k % 8 : 0;
     for (long q = 0; q < whole; q += 8) {
-        transpose_8x8(w + q, k, panel + q * COLUMNS);
-        transpose_8x8(w + 8 * k + q, k, panel + q * COLUMNS + 8);
+        for (long column = 0; column < COLUMNS; column += 8)
+            transpose_8x8(w + column * k + q, k, panel + q * COLUMNS + column);
     }
     for (long q = whole; q < k; q++)
         for (long column = 0; column < COLUMNS; column++)
             panel[q * COLUMNS + column] = column < n ? w[column * k + q] : 0.0f;
 }
 
-/* `packed` must be aligned to 32 bytes and hold ceil(n / 16) * 16 * k floats. */
+/* Numbers of 32 bits, whatever they are. `packed` must be aligned to 32 bytes and hold ceil(n / COLUMNS) * COLUMNS * k floats. */
 void rollmill_pack(const float *w, float *packed, long n, long k, long threads) {
     long panels = (n + COLUMNS - 1) / COLUMNS;
 #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
@@ -66,25 +79,36 @@ void rollmill_pack(const float *w, float *packed, long n, long k, long threads) 
 
 /* ---- multiplying */
 
+#ifdef __AVX512F__
+static inline wide spread(const float *value) { return (wide)_mm512_set1_ps(*value); }
+static inline wide fused(wide a, wide b, wide c) { return (wide)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c); }
+#else
+static inline wide spread(const float *value) { return (wide)_mm256_broadcast_ss(value); }
+static inline wide fused(wide a, wide b, wide c) { return (wide)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c); }
+#endif
+
 static inline __attribute__((always_inline)) void tile(
     const int rows, const float *x, long x_stride, const float *w, long depth, float *out, long out_stride, int add,
     long ahead) {
-    lanes sum[ROWS][2];
-#pragma GCC unroll 6
-    for (int i = 0; i < rows; i++) sum[i][0] = sum[i][1] = (lanes){0};
+    wide sum[ROWS][2];
+#pragma GCC unroll 12
+    for (int i = 0; i < rows; i++) sum[i][0] = sum[i][1] = (wide){0};
     for (long q = 0; q < depth; q++) {
-        lanes low = *(const lanes *)(w + q * COLUMNS), high = *(const lanes *)(w + q * COLUMNS + 8);
-        if (ahead) _mm_prefetch((const char *)(w + q * COLUMNS + ahead), _MM_HINT_T0);
-#pragma GCC unroll 6
+        wide low = *(const wide *)(w + q * COLUMNS), high = *(const wide *)(w + q * COLUMNS + LANES);
+        if (ahead) {
+            _mm_prefetch((const char *)(w + q * COLUMNS + ahead), NEAR);
+            if (LANES > 8) _mm_prefetch((const char *)(w + q * COLUMNS + LANES + ahead), NEAR);
+        }
+#pragma GCC unroll 12
         for (int i = 0; i < rows; i++) {
-            lanes value = _mm256_broadcast_ss(x + i * x_stride + q);
-            sum[i][0] = _mm256_fmadd_ps(value, low, sum[i][0]);
-            sum[i][1] = _mm256_fmadd_ps(value, high, sum[i][1]);
+            wide value = spread(x + i * x_stride + q);
+            sum[i][0] = fused(value, low, sum[i][0]);
+            sum[i][1] = fused(value, high, sum[i][1]);
         }
     }
-#pragma GCC unroll 6
+#pragma GCC unroll 12
     for (int i = 0; i < rows; i++) {
-        lanes *to = (lanes *)(out + i * out_stride);
+        wide *to = (wide *)(out + i * out_stride);
         to[0] = add ? to[0] + sum[i][0] : sum[i][0];
         to[1] = add ? to[1] + sum[i][1] : sum[i][1];
     }
@@ -100,21 +124,41 @@ static void tile_of(
     case 4: tile(4, x, x_stride, w, depth, out, out_stride, add, ahead); break;
     case 5: tile(5, x, x_stride, w, depth, out, out_stride, add, ahead); break;
     case 6: tile(6, x, x_stride, w, depth, out, out_stride, add, ahead); break;
+#if ROWS > 6
+    case 7: tile(7, x, x_stride, w, depth, out, out_stride, add, ahead); break;
+    case 8: tile(8, x, x_stride, w, depth, out, out_stride, add, ahead); break;
+    case 9: tile(9, x, x_stride, w, depth, out, out_stride, add, ahead); break;
+    case 10: tile(10, x, x_stride, w, depth, out, out_stride, add, ahead); break;
+    case 11: tile(11, x, x_stride, w, depth, out, out_stride, add, ahead); break;
+    case 12: tile(12, x, x_stride, w, depth, out, out_stride, add, ahead); break;
+#endif
+#if ROWS > 12
+    case 13: tile(13, x, x_stride, w, depth, out, out_stride, add, ahead); break;
+    case 14: tile(14, x, x_stride, w, depth, out, out_stride, add, ahead); break;
+#endif
     }
 }
 
 /* Eight-bit weights are kept as integers from -127 to 127 in the same layout, with one factor for each GROUP inputs of an
  * output: [groups][16] in a panel. They are widened a block at a time, where the next rows find them in the first-level
  * cache. */
+#ifdef __AVX512F__
+static inline wide widened(const int8_t *from) {
+    return (wide)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)from)));
+}
+#else
+static inline wide widened(const int8_t *from) {
+    return (wide)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)from)));
+}
+#endif
+
 static void widen(const int8_t *panel, const float *factors, long first, long depth, float *to) {
     for (long q = first; q < first + depth;) {
         long group = q / GROUP, end = (group + 1) * GROUP < first + depth ? (group + 1) * GROUP : first + depth;
-        __m256 low = _mm256_loadu_ps(factors + group * COLUMNS), high = _mm256_loadu_ps(factors + group * COLUMNS + 8);
+        wide low = *(const wide *)(factors + group * COLUMNS), high = *(const wide *)(factors + group * COLUMNS + LANES);
         for (; q < end; q++, to += COLUMNS) {
-            __m128i bytes = _mm_loadu_si128((const __m128i *)(panel + q * COLUMNS));
-            __m256i left = _mm256_cvtepi8_epi32(bytes), right = _mm256_cvtepi8_epi32(_mm_srli_si128(bytes, 8));
-            _mm256_store_ps(to, _mm256_mul_ps(_mm256_cvtepi32_ps(left), low));
-            _mm256_store_ps(to + 8, _mm256_mul_ps(_mm256_cvtepi32_ps(right), high));
+            *(wide *)to = widened(panel + q * COLUMNS) * low;
+            *(wide *)(to + LANES) = widened(panel + q * COLUMNS + LANES) * high;
         }
     }
 }
@@ -124,17 +168,17 @@ static void widen(const int8_t *panel, const float *factors, long first, long de
 static void times_panel(
     const float *x, const float *panel, const int8_t *narrow, const float *factors, float *out, long m, long k,
     long columns, long stride) {
-    float wide[DEPTH * COLUMNS] __attribute__((aligned(32)));
+    float widened[DEPTH * COLUMNS] __attribute__((aligned(64)));
     long blocks = (k + DEPTH - 1) / DEPTH, tiles = (m + ROWS - 1) / ROWS;
     float part[ROWS * COLUMNS];
     for (long b = 0, q = 0; b < blocks; b++) {
         long depth = (k - q) / (blocks - b);
-        if (narrow) widen(narrow, factors, q, depth, wide);
+        if (narrow) widen(narrow, factors, q, depth, widened);
         for (long t = 0, row = 0; t < tiles; t++) {
             long rows = (m - row) / (tiles - t);
             /* The first tile brings the weights that the next block needs. */
             long ahead = t == 0 && !narrow ? depth * COLUMNS : 0;
-            const float *from = x + row * k + q, *w = narrow ? wide : panel + q * COLUMNS;
+            const float *from = x + row * k + q, *w = narrow ? widened : panel + q * COLUMNS;
             float *to = out + row * stride;
             if (columns == COLUMNS) {
                 tile_of(rows, from, k, w, depth, to, stride, b > 0, ahead);
@@ -213,7 +257,7 @@ static void round_group(const float *from, int8_t *to, long count, float steps) 
     }
 }
 
-/* `packed` must hold ceil(n / 16) * 16 * k bytes and `factors` ceil(n / 16) * 16 * ceil(k / 32) floats. A group with a
+/* `packed` must hold whole panels of bytes, and `factors` whole panels of ceil(k / 32) floats. A group with a
  * number that is not finite gets a factor that is none. */
 void rollmill_pack_int8(const float *w, int8_t *packed, float *factors, long n, long k, long threads) {
     long panels = (n + COLUMNS - 1) / COLUMNS, groups = (k + GROUP - 1) / GROUP;
@@ -236,6 +280,93 @@ void rollmill_pack_int8(const float *w, int8_t *packed, float *factors, long n, 
             }
         }
 }
+
+#ifdef __AVX512BF16__
+
+/* ---- the same in bfloat16
+ *
+ * Two inputs of an output lie side by side: packed by rollmill_pack as one number of 32 bits, [k / 2][columns][2]. One
+ * instruction multiplies and adds them for 16 columns, with sums in float32; what is below the normal range counts as 0. */
+
+#define PAIRS 1024 /* of a block */
+#define AHEAD 64   /* pairs */
+
+static inline __attribute__((always_inline)) void tile_bf16(
+    const int rows, const uint16_t *x, long x_stride, const uint16_t *w, long pairs, float *out, int add, int ahead) {
+    __m512 sum[ROWS][2];
+#pragma GCC unroll 12
+    for (int i = 0; i < rows; i++)
+        for (int half = 0; half < 2; half++)
+            sum[i][half] = add ? _mm512_loadu_ps(out + i * COLUMNS + half * LANES) : _mm512_setzero_ps();
+    for (long pair = 0; pair < pairs; pair++, w += 2 * COLUMNS) {
+        __m512bh low = (__m512bh)_mm512_loadu_si512(w), high = (__m512bh)_mm512_loadu_si512(w + 2 * LANES);
+        if (ahead) {
+            _mm_prefetch((const char *)(w + AHEAD * 2 * COLUMNS), NEAR);
+            _mm_prefetch((const char *)(w + AHEAD * 2 * COLUMNS + 2 * LANES), NEAR);
+        }
+#pragma GCC unroll 12
+        for (int i = 0; i < rows; i++) {
+            int32_t two;
+            memcpy(&two, x + i * x_stride + 2 * pair, sizeof two);
+            __m512bh value = (__m512bh)_mm512_set1_epi32(two);
+            sum[i][0] = _mm512_dpbf16_ps(sum[i][0], value, low);
+            sum[i][1] = _mm512_dpbf16_ps(sum[i][1], value, high);
+        }
+    }
+#pragma GCC unroll 12
+    for (int i = 0; i < rows; i++)
+        for (int half = 0; half < 2; half++) _mm512_storeu_ps(out + i * COLUMNS + half * LANES, sum[i][half]);
+}
+
+#define TILE(rows) \
+    case rows: tile_bf16(rows, x, x_stride, w, pairs, out, add, ahead); break
+
+static void tile_bf16_of(
+    long rows, const uint16_t *x, long x_stride, const uint16_t *w, long pairs, float *out, int add, int ahead) {
+    switch (rows) {
+        TILE(1); TILE(2); TILE(3); TILE(4); TILE(5); TILE(6); TILE(7); TILE(8); TILE(9); TILE(10); TILE(11); TILE(12);
+    }
+}
+
+/* Rounds the sums of one row, once. */
+static void round_row(const float *sums, uint16_t *to, long columns) {
+    for (long c = 0; c < columns; c += LANES) {
+        __mmask16 here = columns - c < LANES ? (1 << (columns - c)) - 1 : 0xffff;
+        _mm256_mask_storeu_epi16(to + c, here, (__m256i)_mm512_cvtneps_pbh(_mm512_loadu_ps(sums + c)));
+    }
+}
+
+/* All rows times one panel: `pairs` of inputs. As with floats, a row's sums have one order. */
+static void times_panel_bf16(const uint16_t *x, const uint16_t *panel, uint16_t *out, long m, long pairs, long columns, long stride) {
+    float sums[CHUNK * COLUMNS];
+    long tiles = (m + ROWS - 1) / ROWS;
+    for (long pair = 0; pair < pairs; pair += PAIRS) {
+        long depth = pairs - pair < PAIRS ? pairs - pair : PAIRS;
+        for (long t = 0, row = 0; t < tiles; t++) {
+            long rows = (m - row) / (tiles - t);
+            const uint16_t *from = x + 2 * (row * pairs + pair), *w = panel + 2 * COLUMNS * pair;
+            tile_bf16_of(rows, from, 2 * pairs, w, depth, sums + row * COLUMNS, pair > 0, t == 0);
+            row += rows;
+        }
+    }
+    for (long row = 0; row < m; row++) round_row(sums + row * COLUMNS, out + row * stride, columns);
+}
+
+/* out [m, n] = x [m, k] times W^T; all contiguous bfloat16; k is even. */
+void rollmill_linear_bf16(
+    const uint16_t *x, const uint16_t *packed, uint16_t *out, long m, long n, long k, long threads) {
+    long panels = (n + COLUMNS - 1) / COLUMNS;
+    for (long first = 0; first < m; first += CHUNK) {
+        long rows = m - first < CHUNK ? m - first : CHUNK;
+#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
+        for (long p = 0; p < panels; p++) {
+            long at = p * COLUMNS, columns = n - at < COLUMNS ? n - at : COLUMNS;
+            times_panel_bf16(x + first * k, packed + at * k, out + first * n + at, rows, k / 2, columns, n);
+        }
+    }
+}
+
+#endif
 
 /* ---- attention of decoded tokens over the blocks of their sequences */
 

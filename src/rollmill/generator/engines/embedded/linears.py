@@ -1,9 +1,9 @@
 """Linear layers over weights that are packed once per load, instead of at every product.
 
 The modules stay those of transformers: only the product inside `torch.nn.Linear` is replaced. Their plain weights are
-not kept, except where another module reads them too (a tied embedding). In bfloat16 the packed weights and the sums
-are float32, with the inputs, the weights and the result rounded as torch rounds them: where these kernels can be used
-the CPU has no bfloat16 product, and emulating one is six times slower. With int8 they are integers with a factor per
+not kept, except where another module reads them too (a tied embedding). In bfloat16 the inputs, the weights and the
+result are rounded as torch rounds them, and sums are float32. Where the CPU has no bfloat16 product the rounded numbers
+are kept and multiplied in float32: emulating one is six times slower. With int8 weights are integers with a factor per
 32 inputs, rounded when they are packed; inputs, sums and results stay as they are.
 """
 
@@ -15,7 +15,7 @@ from typing import Literal, Protocol, TypeVar
 import torch
 from torch import nn
 
-from rollmill.generator.engines.embedded.native import Kernels, KernelsUnavailable, load_kernels, load_products
+from rollmill.generator.engines.embedded.native import Kernels, KernelsUnavailable, load_kernels
 
 KernelChoice = Literal["auto", "native", "torch"]
 Buffers = tuple[torch.Tensor, ...]
@@ -25,7 +25,7 @@ _log = logging.getLogger(__name__)
 
 
 def choose_kernels(choice: KernelChoice) -> Kernels | None:
-    """Return the compiled kernels, or `None` if torch computes the products.
+    """Return the compiled kernels, or `None` if torch computes everything.
 
     Args:
         choice: `native` insists, `auto` takes them where they can be used, `torch` never.
@@ -36,7 +36,7 @@ def choose_kernels(choice: KernelChoice) -> Kernels | None:
     if choice == "torch":
         return None
     try:
-        return load_products()
+        return load_kernels()
     except KernelsUnavailable as error:
         if choice == "native":
             raise
@@ -44,34 +44,29 @@ def choose_kernels(choice: KernelChoice) -> Kernels | None:
         return None
 
 
-def choose_attention(choice: KernelChoice) -> Kernels | None:
-    """Return the compiled kernels for attention, or `None` if torch attends: they serve where products may not."""
-    if choice == "torch":
-        return None
-    try:
-        return load_kernels()
-    except KernelsUnavailable:  # choose_kernels has said why, or raised
-        return None
-
-
 class Packing(Protocol):
     """How the weight of a product is kept."""
+
+    dtype: torch.dtype
+    """Of the weights that are given, of the rows and of the results."""
 
     def new(self, *, outputs: int, inputs: int) -> Buffers:
         """Return room for a weight."""
         ...
 
     def pack(self, weight: torch.Tensor, into: Buffers, *, threads: int) -> None:
-        """Write a weight, float32 [outputs, inputs]."""
+        """Write a weight, [outputs, inputs]."""
         ...
 
     def product(self, rows: torch.Tensor, weight: Buffers, *, outputs: int) -> torch.Tensor:
-        """Return float32 [m, outputs] for float32 [m, inputs]."""
+        """Return [m, outputs] for [m, inputs]."""
         ...
 
 
 class Float32Packing:
     """The numbers themselves, re-ordered."""
+
+    dtype = torch.float32
 
     def __init__(self, kernels: Kernels) -> None:
         self._kernels = kernels
@@ -89,8 +84,31 @@ class Float32Packing:
         return self._kernels.linear(rows, weight[0], outputs=outputs)
 
 
+class Bfloat16Packing:
+    """The numbers themselves, two side by side: half the memory, and of what a small batch reads."""
+
+    dtype = torch.bfloat16
+
+    def __init__(self, kernels: Kernels) -> None:
+        self._kernels = kernels
+
+    def new(self, *, outputs: int, inputs: int) -> Buffers:
+        """Return room for a weight."""
+        return (self._kernels.new_packed_bfloat16(outputs=outputs, inputs=inputs),)
+
+    def pack(self, weight: torch.Tensor, into: Buffers, *, threads: int) -> None:
+        """Write a weight."""
+        self._kernels.pack_bfloat16(weight, into[0], threads=threads)
+
+    def product(self, rows: torch.Tensor, weight: Buffers, *, outputs: int) -> torch.Tensor:
+        """Return the product."""
+        return self._kernels.linear_bfloat16(rows, weight[0], outputs=outputs)
+
+
 class Int8Packing:
     """Integers of eight bits and a factor per 32 inputs: 0.28 of the memory, and of what a small batch reads."""
+
+    dtype = torch.float32
 
     def __init__(self, kernels: Kernels) -> None:
         self._kernels = kernels
@@ -153,11 +171,11 @@ class PackedLinear:
         return [*self._packed, *(self._spare or ())]
 
     def _pack(self, value: torch.Tensor, *, into: Buffers, threads: int) -> None:
-        rounded = value.to(self._dtype).to(torch.float32).contiguous()
+        rounded = value.to(self._dtype).to(self._packing.dtype).contiguous()
         self._packing.pack(rounded, into, threads=threads)
 
     def _forward(self, input: torch.Tensor) -> torch.Tensor:
-        rows = input.reshape(-1, self._inputs).to(torch.float32).contiguous()
+        rows = input.reshape(-1, self._inputs).to(self._packing.dtype).contiguous()
         out = self._packing.product(rows, self._packed, outputs=self._outputs).to(self._dtype)
         if self._bias is not None:
             out += self._bias

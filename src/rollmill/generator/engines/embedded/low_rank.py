@@ -28,6 +28,8 @@ from rollmill.weights.adapters import pairs
 class PlainPacking:
     """Weights as they are, multiplied by torch: where the compiled kernels are not used."""
 
+    dtype = torch.float32
+
     def new(self, *, outputs: int, inputs: int) -> Buffers:
         """Return room for a weight."""
         return (torch.empty(outputs, inputs, dtype=torch.float32),)

@@ -20,6 +20,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedConfig
 from transformers.initialization import no_init_weights
 
+from rollmill.config.precision import packed_precision
 from rollmill.errors import ModelError, WeightError
 from rollmill.generator.engines.embedded.attention import (
     ATTENTION_NAME,
@@ -29,12 +30,12 @@ from rollmill.generator.engines.embedded.attention import (
     causal_mask,
 )
 from rollmill.generator.engines.embedded.linears import (
+    Bfloat16Packing,
     Destination,
     Float32Packing,
     Int8Packing,
     KernelChoice,
     Packing,
-    choose_attention,
     choose_kernels,
     destinations,
 )
@@ -135,10 +136,11 @@ class ServedModel:
         self._model = _build(config, dtype=dtype)
         self._body = self._model.base_model if self.labels else self._model
         compiled = choose_kernels(kernels)
-        self.native_kernels = compiled is not None
-        self._attention = choose_attention(kernels)
+        self._attention = compiled
         self.quantization = quantization
-        self._destinations = destinations(self._model, packing=_packing(compiled, quantization=quantization))
+        packing = _packing(compiled, choice=kernels, quantization=quantization, dtype=dtype)
+        self.native_kernels = packing is not None
+        self._destinations = destinations(self._model, packing=packing)
         products = PlainPacking() if compiled is None else Float32Packing(compiled)
         self.low_rank = LowRank(self._model, packing=products) if adapters else None
         text = config.get_text_config()
@@ -335,7 +337,10 @@ class ServedModel:
         return torch.cat(parts).float()
 
 
-def _packing(kernels: Kernels | None, *, quantization: Quantization) -> Packing | None:
+def _packing(
+    kernels: Kernels | None, *, choice: KernelChoice, quantization: Quantization, dtype: torch.dtype
+) -> Packing | None:
+    """Return how the weights of linear layers are kept, or `None` if torch multiplies with them."""
     if kernels is None:
         if quantization == "int8":
             raise ModelError(
@@ -343,7 +348,12 @@ def _packing(kernels: Kernels | None, *, quantization: Quantization) -> Packing 
                 "generator.kernels to 'native' to read why, or generator.quantization to 'none'"
             )
         return None
-    return Int8Packing(kernels) if quantization == "int8" else Float32Packing(kernels)
+    if quantization == "int8":
+        return Int8Packing(kernels)
+    precision = packed_precision("bfloat16" if dtype is torch.bfloat16 else "float32", kernels=choice)
+    if precision == "bfloat16" and kernels.bfloat16:
+        return Bfloat16Packing(kernels)
+    return None if precision is None else Float32Packing(kernels)
 
 
 def _build(config: PreTrainedConfig, *, dtype: torch.dtype) -> Any:

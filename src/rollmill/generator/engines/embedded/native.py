@@ -1,9 +1,9 @@
 """Compiles and binds `kernels.c`, once per machine, and proves the result before use.
 
 Needs an x86-64 CPU with AVX2 and FMA, and a C compiler at the first use; the library is kept under the cache directory
-and found by the digest of its source and flags. Products are taken only where there is no AVX-512: with it torch's own
-have not been measured against these. Attention is taken with it too: torch's would need a copy of all keys and values.
-Decides only whether the kernels can be used here; without them torch computes the same.
+and found by the digest of its source and flags. One source makes three variants, of which the best that this CPU has is
+taken: AVX2, AVX-512 with wider panels, and that with products in bfloat16. Decides only which kernels can be used here;
+without them torch computes the same.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
+import logging
 import os
 import shutil
 import subprocess
@@ -19,6 +20,7 @@ from pathlib import Path
 
 import torch
 
+from rollmill.config.precision import cpu_flags
 from rollmill.errors import ModelError
 from rollmill.weights.catalog import cache_directory
 
@@ -26,30 +28,45 @@ _SOURCE = Path(__file__).with_name("kernels.c")
 # Compiled with OpenMP but not linked to a runtime: the symbols are found in the one that torch has loaded, so that
 # `torch.set_num_threads` and its pool of threads hold for these kernels too.
 _FLAGS = ("-O3", "-mavx2", "-mfma", "-fopenmp", "-fPIC", "-std=gnu11")
+_AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq")
+_VARIANTS = {"avx512_bf16": (*_AVX512, "-mavx512bf16"), "avx512": _AVX512, "avx2": ()}
+"""Further flags of each variant, best first."""
 _COMPILE_DEADLINE_S = 60.0
-_PANEL = 16
 _PROOF_TOLERANCE = 1e-5
+_BFLOAT16_TOLERANCE = 2.0**-8 + 1e-5
+"""Of the largest result: bfloat16 keeps 8 bits, so rounding once is off by 2**-8 of a number at most."""
 INT8_GROUP = 32
 """Inputs of an output that share a factor: half the error of one factor for the whole output, an eighth more memory."""
 DIM_STEP = 8
 """Attention needs a head dimension that is a multiple of this."""
 
+_log = logging.getLogger(__name__)
+
 
 class Kernels:
-    """The compiled functions, on contiguous float32 tensors of the CPU.
+    """The compiled functions, on contiguous tensors of the CPU.
 
     Args:
         library: the loaded shared library.
+        variant: which of the three it is.
     """
 
-    def __init__(self, library: ctypes.CDLL) -> None:
+    def __init__(self, library: ctypes.CDLL, *, variant: str) -> None:
         pointer, number = ctypes.c_void_p, ctypes.c_long
+        self.variant = variant
+        self.bfloat16 = variant == "avx512_bf16"
+        """Whether there is a product in bfloat16."""
+        library.rollmill_columns.argtypes, library.rollmill_columns.restype = [], number
+        self._columns = int(library.rollmill_columns())
         self._pack, self._linear = library.rollmill_pack, library.rollmill_linear
         self._pack.argtypes, self._pack.restype = [pointer, pointer, number, number, number], None
         self._linear.argtypes, self._linear.restype = [pointer] * 3 + [number] * 4, None
         self._pack_int8, self._linear_int8 = library.rollmill_pack_int8, library.rollmill_linear_int8
         self._pack_int8.argtypes, self._pack_int8.restype = [pointer] * 3 + [number] * 3, None
         self._linear_int8.argtypes, self._linear_int8.restype = [pointer] * 4 + [number] * 4, None
+        if self.bfloat16:
+            self._linear_bf16 = library.rollmill_linear_bf16
+            self._linear_bf16.argtypes, self._linear_bf16.restype = [pointer] * 3 + [number] * 4, None
         self._attend = library.rollmill_attend
         self._attend.argtypes = [pointer, number, number, pointer, pointer, number, number, number, pointer, number]
         self._attend.argtypes += [pointer, pointer] + [number] * 4 + [ctypes.c_float, number]
@@ -57,7 +74,7 @@ class Kernels:
 
     def new_packed(self, *, outputs: int, inputs: int) -> torch.Tensor:
         """Return room for a packed weight of this shape: float32, one dimension."""
-        return torch.empty(-(-outputs // _PANEL) * _PANEL * inputs, dtype=torch.float32)
+        return torch.empty(self._padded(outputs) * inputs, dtype=torch.float32)
 
     def pack(self, weight: torch.Tensor, packed: torch.Tensor, *, threads: int | None = None) -> None:
         """Write `weight`, float32 [outputs, inputs], into room made by `new_packed`, on torch's threads if `None`."""
@@ -71,9 +88,27 @@ class Kernels:
         self._linear(rows.data_ptr(), packed.data_ptr(), out.data_ptr(), m, outputs, inputs, torch.get_num_threads())
         return out
 
+    def new_packed_bfloat16(self, *, outputs: int, inputs: int) -> torch.Tensor:
+        """Return room for a packed weight of this shape: bfloat16, one dimension."""
+        return torch.empty(self._padded(outputs) * (inputs + inputs % 2), dtype=torch.bfloat16)
+
+    def pack_bfloat16(self, weight: torch.Tensor, packed: torch.Tensor, *, threads: int | None = None) -> None:
+        """Write `weight`, bfloat16 [outputs, inputs], into room made by `new_packed_bfloat16`."""
+        pairs = _even(weight).view(torch.float32)  # two numbers as one of 32 bits: the order is that of float32
+        self.pack(pairs, packed, threads=threads)
+
+    def linear_bfloat16(self, rows: torch.Tensor, packed: torch.Tensor, *, outputs: int) -> torch.Tensor:
+        """Return `rows @ weight.T`, bfloat16 [m, outputs], for `rows`, bfloat16 [m, inputs]; sums are float32."""
+        rows = _even(rows)
+        m, inputs = rows.shape
+        out = torch.empty(m, outputs, dtype=torch.bfloat16)
+        addresses = (tensor.data_ptr() for tensor in (rows, packed, out))
+        self._linear_bf16(*addresses, m, outputs, inputs, torch.get_num_threads())
+        return out
+
     def new_packed_int8(self, *, outputs: int, inputs: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return room for a weight of this shape in eight bits, and for the factor of each 32 inputs of an output."""
-        columns, groups = -(-outputs // _PANEL) * _PANEL, -(-inputs // INT8_GROUP)
+        columns, groups = self._padded(outputs), -(-inputs // INT8_GROUP)
         return torch.empty(columns * inputs, dtype=torch.int8), torch.empty(columns * groups, dtype=torch.float32)
 
     def pack_int8(
@@ -145,42 +180,62 @@ class Kernels:
             raise MemoryError(f"no memory for the attention scores of {int(counts.max())} tokens")
         return out.to(asked)
 
+    def _padded(self, outputs: int) -> int:
+        return -(-outputs // self._columns) * self._columns
+
+
+def _even(matrix: torch.Tensor) -> torch.Tensor:
+    """Return the matrix with an even number of columns, zero in one that is added."""
+    return torch.nn.functional.pad(matrix, (0, 1)) if matrix.shape[1] % 2 else matrix
+
 
 class KernelsUnavailable(ModelError):
     """The compiled kernels cannot be used on this machine."""
 
 
+def variants() -> tuple[str, ...]:
+    """Return the variants that this CPU can run, best first."""
+    capability = torch.backends.cpu.get_cpu_capability()
+    if capability.startswith("AVX512"):
+        return tuple(name for name in _VARIANTS if name != "avx512_bf16" or name in cpu_flags())
+    return ("avx2",) if capability.startswith("AVX2") else ()
+
+
 @functools.cache
 def load_kernels() -> Kernels:
-    """Return the kernels, compiled now if this machine has not done so before.
+    """Return the best kernels for this machine, compiled now if it has not done so before.
 
     Raises:
         KernelsUnavailable: if the CPU, the compiler or the proof says no; the message has the reason.
     """
-    capability = _capability()
-    if not capability.startswith(("AVX2", "AVX512")):
-        raise _unavailable(f"they are written for AVX2, and torch reports {capability}")
+    refused: KernelsUnavailable | None = None
+    for variant in variants():
+        try:
+            kernels = load_variant(variant)
+        except KernelsUnavailable as error:
+            refused = refused or error
+            continue
+        if refused is not None:
+            _log.warning("%s. Those for %s are used instead", refused, variant)
+        return kernels
+    raise refused or _unavailable(
+        f"they are written for AVX2 and AVX-512, and torch reports {torch.backends.cpu.get_cpu_capability()}"
+    )
+
+
+@functools.cache
+def load_variant(variant: str) -> Kernels:
+    """Return one of `variants()`.
+
+    Raises:
+        KernelsUnavailable: as by `load_kernels`.
+    """
     try:
-        kernels = Kernels(ctypes.CDLL(str(_library())))
+        kernels = Kernels(ctypes.CDLL(str(_library((*_FLAGS, *_VARIANTS[variant])))), variant=variant)
     except (OSError, AttributeError) as error:
         raise _unavailable(f"the compiled library does not load: {error}") from error
     _prove(kernels)
     return kernels
-
-
-def load_products() -> Kernels:
-    """Return the kernels where their products are known to be faster than torch's.
-
-    Raises:
-        KernelsUnavailable: elsewhere.
-    """
-    if (capability := _capability()) != "AVX2":
-        raise _unavailable(f"their products are written and measured for AVX2, and torch reports {capability}")
-    return load_kernels()
-
-
-def _capability() -> str:
-    return torch.backends.cpu.get_cpu_capability()
 
 
 def _unavailable(reason: str) -> KernelsUnavailable:
@@ -190,17 +245,17 @@ def _unavailable(reason: str) -> KernelsUnavailable:
     )
 
 
-def _library() -> Path:
+def _library(flags: tuple[str, ...]) -> Path:
     source = _SOURCE.read_bytes()
-    key = hashlib.sha256(source + " ".join(_FLAGS).encode()).hexdigest()[:16]
+    key = hashlib.sha256(source + " ".join(flags).encode()).hexdigest()[:16]
     folder = cache_directory().parent / "kernels"
     path = folder / f"{key}.so"
     if not path.exists():
-        _compile(path)
+        _compile(path, flags=flags)
     return path
 
 
-def _compile(path: Path) -> None:
+def _compile(path: Path, *, flags: tuple[str, ...]) -> None:
     compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc")
     if compiler is None:
         raise _unavailable("no C compiler is installed (cc or gcc in PATH, or $CC)")
@@ -209,7 +264,7 @@ def _compile(path: Path) -> None:
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         unit, library = Path(folder, "kernels.o"), Path(folder, "kernels.so")
         for command in (
-            [compiler, *_FLAGS, "-c", str(_SOURCE), "-o", str(unit)],
+            [compiler, *flags, "-c", str(_SOURCE), "-o", str(unit)],
             [compiler, "-shared", str(unit), "-o", str(library)],
         ):
             try:
@@ -242,7 +297,19 @@ def _prove(kernels: Kernels) -> None:
         error = float((found - expected).abs().max()) / (127 * inputs**0.5)
         if not error <= _PROOF_TOLERANCE:
             raise _unavailable(f"their product with {outputs} columns of eight bits is off by {error:.1e}")
+        if kernels.bfloat16:
+            _prove_bfloat16(kernels, rows=rows.bfloat16(), weight=weight.bfloat16())
     _prove_attention(kernels, numbers=numbers)
+
+
+def _prove_bfloat16(kernels: Kernels, *, rows: torch.Tensor, weight: torch.Tensor) -> None:
+    outputs, inputs = weight.shape
+    packed = kernels.new_packed_bfloat16(outputs=outputs, inputs=inputs)
+    kernels.pack_bfloat16(weight, packed)
+    expected = rows.double() @ weight.double().T
+    error = float((kernels.linear_bfloat16(rows, packed, outputs=outputs) - expected).abs().max())
+    if not error <= _BFLOAT16_TOLERANCE * float(expected.abs().max()):
+        raise _unavailable(f"their product in bfloat16 with {outputs} columns is off by {error:.1e}")
 
 
 def _prove_attention(kernels: Kernels, *, numbers: torch.Generator) -> None:
