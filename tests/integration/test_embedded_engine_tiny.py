@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from tiny_runs import check_books, finish, lines, processes_of, rollmill, write_config
 
-from rollmill.generator.engines.embedded.native import KernelsUnavailable, load_products
+from rollmill.generator.engines.embedded.native import KernelsUnavailable, load_kernels
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(400)]
 
@@ -28,7 +28,7 @@ SETTINGS = {
 
 def test_a_run_trains_with_a_generator_that_has_little_memory_and_rounded_weights(tmp_path: Path) -> None:
     try:
-        load_products()
+        load_kernels()
     except KernelsUnavailable as error:
         pytest.skip(str(error))
     chosen = [part for name, value in SETTINGS.items() for part in ("--set", f"{name}={value}")]

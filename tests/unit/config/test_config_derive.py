@@ -5,6 +5,7 @@ from msgspec import structs
 
 from rollmill.config import ModelFacts, RollmillConfig, check_divisible, load_config
 from rollmill.config.derive import derive, nearest_divisors
+from rollmill.config.precision import packed_precision
 from rollmill.errors import ConfigError
 
 TINY = ModelFacts(
@@ -109,10 +110,11 @@ def test_packed_weights_hold_a_tied_head_twice():
     assert "packed_head" not in generator_parts("generator.kernels=torch")
 
 
-def test_packed_weights_take_four_bytes_in_bfloat16_and_the_embedding_two():
+def test_packed_weights_take_four_bytes_in_bfloat16_and_the_embedding_two_but_for_a_cpu_that_multiplies_in_it():
     parts = generator_parts("generator.dtype=bfloat16")
-    # 8192 x 2 + (1,000,000 - 8192) x 4 bytes
-    assert (parts["weights"], parts["packed_head"]) == (3_983_616, 32_768)
+    # 8192 x 2 + (1,000,000 - 8192) x 4 bytes, or 1,000,000 x 2
+    expected = {"float32": (3_983_616, 32_768), "bfloat16": (2_000_000, 16_384)}
+    assert (parts["weights"], parts["packed_head"]) == expected[packed_precision("bfloat16", kernels="native")]
 
 
 def test_weights_made_ready_beside_those_that_serve_take_as_much_again():

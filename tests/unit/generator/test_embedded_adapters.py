@@ -31,7 +31,7 @@ from rollmill.clock import VirtualClock
 from rollmill.errors import DataError, EngineError, ModelError, Overloaded, WeightError, WeightMismatch
 from rollmill.generator.engines.embedded.desk import drop_adapter, serve_adapter
 from rollmill.generator.engines.embedded.low_rank import ServedAdapter, groups_of
-from rollmill.generator.engines.embedded.native import KernelsUnavailable, load_products
+from rollmill.generator.engines.embedded.native import KernelsUnavailable, load_kernels
 from rollmill.generator.engines.embedded.shelf import Shelf
 from rollmill.generator.engines.fake import FakeEngine
 from rollmill.generator.engines.protocol import AdapterEngine, KvPolicy
@@ -99,7 +99,7 @@ def test_requests_of_one_batch_are_each_sampled_from_their_own_sum_of_weights(tm
 
 def test_the_tokens_of_a_request_do_not_depend_on_whose_requests_it_shares_a_batch_with(tmp_path):
     try:
-        load_products()
+        load_kernels()
     except KernelsUnavailable as why:
         pytest.skip(str(why))
     engine = with_places(tmp_path)
@@ -138,7 +138,7 @@ def test_long_prompts_in_chunks_and_short_batches_change_nothing(tmp_path, max_n
 
 def test_a_model_of_rounded_weights_adds_the_adapter_unrounded(tmp_path):
     try:
-        load_products()
+        load_kernels()
     except KernelsUnavailable as why:
         pytest.skip(str(why))
     engine = with_places(tmp_path, quantization="int8")

@@ -21,7 +21,7 @@ from generator_builders import (
 from rollmill.generator.engines.embedded.blocks import BlockStore
 from rollmill.generator.engines.embedded.drafting import ReadTokens
 from rollmill.generator.engines.embedded.linears import KernelChoice
-from rollmill.generator.engines.embedded.native import KernelsUnavailable, load_products
+from rollmill.generator.engines.embedded.native import KernelsUnavailable, load_kernels
 from rollmill.types import GenerateRequest, SamplingParams, StopReason, Turn, Wave
 
 SHAPE = llama(hidden_size=48, head_dim=8, num_attention_heads=6)  # what the compiled attention can read
@@ -92,7 +92,7 @@ def test_log_probs_are_the_models_after_its_filters_whatever_the_draft_thinks(tm
 
 def test_a_model_with_weights_of_eight_bits_takes_a_draft_too(tmp_path):
     try:
-        load_products()
+        load_kernels()
     except KernelsUnavailable as error:
         pytest.skip(str(error))
     plain = SteppedEngine(tmp_path, MODEL, quantization="int8")

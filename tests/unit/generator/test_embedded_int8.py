@@ -10,17 +10,19 @@ from hypothesis import strategies as st
 
 from generator_builders import SteppedEngine, llama, prompt_of, random_model, reference_logprobs, request, tensors_of
 from rollmill.errors import EngineError, ModelError
-from rollmill.generator.engines.embedded.native import Kernels, KernelsUnavailable, load_products
+from rollmill.generator.engines.embedded.native import Kernels, KernelsUnavailable, load_variant, variants
 from rollmill.types import SamplingParams
 from rollmill.weights import rounding as published
 
 SHAPE = llama(hidden_size=48, head_dim=8, num_attention_heads=6)
 
 
-@pytest.fixture(scope="module")
-def kernels() -> Kernels:
+@pytest.fixture(scope="module", params=["avx2", "avx512", "avx512_bf16"])
+def kernels(request: pytest.FixtureRequest) -> Kernels:
+    if request.param not in variants():
+        pytest.skip(f"this CPU has no {request.param}")
     try:
-        return load_products()
+        return load_variant(request.param)
     except KernelsUnavailable as error:
         pytest.skip(str(error))
 
@@ -56,7 +58,7 @@ def product(kernels: Kernels, rows: torch.Tensor, weight: torch.Tensor) -> torch
     return kernels.linear_int8(rows, packed, factors, outputs=len(weight))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(m=st.integers(1, 20), outputs=st.integers(1, 40), inputs=st.integers(1, 800), seed=st.integers(0, 9))
 def test_a_product_is_that_of_the_rounded_weight_for_every_shape(kernels, m, outputs, inputs, seed):
     numbers = torch.Generator().manual_seed(seed)

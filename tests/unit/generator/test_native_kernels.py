@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Iterator
+
 import numpy as np
 import pytest
 import torch
@@ -10,25 +13,43 @@ from hypothesis import strategies as st
 from torch import nn
 
 from generator_builders import SteppedEngine, llama, prompt_of, random_model, reference_logprobs, request
-from rollmill.generator.engines.embedded import native
 from rollmill.generator.engines.embedded.linears import (
+    Bfloat16Packing,
     Float32Packing,
     KernelChoice,
     PackedLinear,
-    choose_attention,
     choose_kernels,
     destinations,
 )
-from rollmill.generator.engines.embedded.native import Kernels, KernelsUnavailable, load_kernels
+from rollmill.generator.engines.embedded.native import Kernels, KernelsUnavailable, load_kernels, load_variant, variants
 from rollmill.types import SamplingParams
 
 
-@pytest.fixture(scope="module")
-def kernels() -> Kernels:
+@pytest.fixture(scope="module", params=["avx2", "avx512", "avx512_bf16"])
+def kernels(request: pytest.FixtureRequest) -> Kernels:
+    if request.param not in variants():
+        pytest.skip(f"this CPU has no {request.param}")
     try:
-        return load_kernels()
+        return load_variant(request.param)
     except KernelsUnavailable as error:
         pytest.skip(str(error))
+
+
+@pytest.fixture(scope="module")
+def bfloat16(kernels: Kernels) -> Kernels:
+    if not kernels.bfloat16:
+        pytest.skip(f"{kernels.variant} has no product in bfloat16")
+    return kernels
+
+
+@pytest.fixture
+def fresh_kernels() -> Iterator[None]:
+    """The kernels are looked for again, before and after."""
+    for load in (load_kernels, load_variant):
+        load.cache_clear()
+    yield
+    for load in (load_kernels, load_variant):
+        load.cache_clear()
 
 
 def product(kernels: Kernels, rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -38,7 +59,7 @@ def product(kernels: Kernels, rows: torch.Tensor, weight: torch.Tensor) -> torch
     return kernels.linear(rows, packed, outputs=weight.shape[0])
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(m=st.integers(1, 50), outputs=st.integers(1, 70), inputs=st.integers(1, 900), seed=st.integers(0, 9))
 def test_the_product_is_exact_for_every_shape(kernels, m, outputs, inputs, seed):
     numbers = torch.Generator().manual_seed(seed)
@@ -62,6 +83,49 @@ def test_a_row_does_not_depend_on_the_rows_it_shares_the_product_with(kernels):
     whole = product(kernels, rows, weight)
     for count in (1, 2, 7, 48, 249):
         assert torch.equal(product(kernels, rows[:count].contiguous(), weight), whole[:count])
+
+
+def product_bfloat16(kernels: Kernels, rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    packed = kernels.new_packed_bfloat16(outputs=weight.shape[0], inputs=weight.shape[1])
+    packed.fill_(torch.nan)
+    kernels.pack_bfloat16(weight.bfloat16(), packed)
+    return kernels.linear_bfloat16(rows.bfloat16(), packed, outputs=weight.shape[0])
+
+
+@settings(max_examples=20, deadline=None)
+@given(m=st.integers(1, 50), outputs=st.integers(1, 70), inputs=st.integers(1, 900), seed=st.integers(0, 9))
+def test_the_product_in_bfloat16_is_the_exact_one_rounded_once(bfloat16, m, outputs, inputs, seed):
+    # Sums of small integers are exact in float32, whatever their order: what is left is one rounding, to even.
+    numbers = torch.Generator().manual_seed(seed)
+    rows, weight = (torch.randint(-9, 10, (n, inputs), generator=numbers).float() for n in (m, outputs))
+    assert torch.equal(product_bfloat16(bfloat16, rows, weight), (rows @ weight.T).bfloat16())
+
+
+def test_the_product_in_bfloat16_of_many_inputs_and_rows_is_as_exact(bfloat16):
+    # 4097 inputs are three blocks and an odd one, 300 rows two chunks.
+    numbers = torch.Generator().manual_seed(1)
+    rows, weight = (torch.randint(-9, 10, (n, 4097), generator=numbers).float() for n in (300, 33))
+    assert torch.equal(product_bfloat16(bfloat16, rows, weight), (rows @ weight.T).bfloat16())
+
+
+def test_sums_in_bfloat16_keep_what_float32_keeps(bfloat16):
+    # 1 + 1000 times 2**-9: summed in bfloat16 each of the small ones would be lost.
+    rows, weight = torch.ones(1, 1001), torch.full((1, 1001), 2.0**-9)
+    weight[0, 0] = 1.0
+    assert product_bfloat16(bfloat16, rows, weight).item() == torch.tensor(1 + 1000 / 512).bfloat16().item()
+
+
+def test_a_row_in_bfloat16_does_not_depend_on_the_rows_beside_it_or_the_threads(bfloat16):
+    numbers = torch.Generator().manual_seed(2)
+    rows, weight = torch.randn(250, 2601, generator=numbers), torch.randn(70, 2601, generator=numbers)
+    whole = product_bfloat16(bfloat16, rows, weight)
+    for count in (1, 2, 7, 48, 249):
+        assert torch.equal(product_bfloat16(bfloat16, rows[:count], weight), whole[:count])
+    torch.set_num_threads(2)
+    try:
+        assert torch.equal(product_bfloat16(bfloat16, rows, weight), whole)
+    finally:
+        torch.set_num_threads(1)
 
 
 def test_two_threads_compute_the_same_bits_as_one(kernels):
@@ -107,63 +171,64 @@ def test_log_probs_are_exact_with_and_without_the_kernels(tmp_path, choice):
     np.testing.assert_allclose(engine.turn("a").behavior_logprobs, expected, atol=1e-4)
 
 
-def test_without_a_compiler_auto_serves_with_torch_and_native_is_refused(tmp_path, monkeypatch, caplog):
+def test_without_a_compiler_auto_serves_with_torch_and_native_is_refused(tmp_path, monkeypatch, caplog, fresh_kernels):
     monkeypatch.setenv("ROLLMILL_CACHE", str(tmp_path))
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
-    native.load_kernels.cache_clear()
-    try:
-        assert choose_kernels("auto") is None
-        assert "no C compiler is installed" in caplog.text
-        with pytest.raises(KernelsUnavailable, match="no C compiler"):
-            choose_kernels("native")
-    finally:
-        native.load_kernels.cache_clear()
+    assert choose_kernels("auto") is None
+    assert "no C compiler is installed" in caplog.text
+    with pytest.raises(KernelsUnavailable, match="no C compiler"):
+        choose_kernels("native")
 
 
-def test_a_compiler_that_fails_is_quoted(tmp_path, monkeypatch):
+def test_a_compiler_that_fails_is_quoted(tmp_path, monkeypatch, fresh_kernels):
     compiler = tmp_path / "broken-cc"
     compiler.write_text("#!/bin/sh\necho 'no such flag' >&2\nexit 3\n")
     compiler.chmod(0o755)
     monkeypatch.setenv("ROLLMILL_CACHE", str(tmp_path))
     monkeypatch.setenv("CC", str(compiler))
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
-    native.load_kernels.cache_clear()
-    try:
-        with pytest.raises(KernelsUnavailable, match="ended with 3: no such flag"):
-            load_kernels()
-        assert not list((tmp_path / "kernels").iterdir())
-    finally:
-        native.load_kernels.cache_clear()
+    with pytest.raises(KernelsUnavailable, match="ended with 3: no such flag"):
+        load_kernels()
+    assert not list((tmp_path / "kernels").iterdir())
 
 
-def test_products_are_not_taken_where_they_were_not_measured_and_attention_is(kernels, monkeypatch, tmp_path):
+@pytest.mark.parametrize(
+    ("capability", "flags", "expected"),
+    [
+        ("DEFAULT", "sse4_2", ()),
+        ("AVX2", "avx2 avx512f avx512_bf16", ("avx2",)),  # torch was told to do without
+        ("AVX512", "avx2 avx512f", ("avx512", "avx2")),
+        ("AVX512", "avx2 avx512f avx512_bf16", ("avx512_bf16", "avx512", "avx2")),
+    ],
+)
+def test_the_best_variant_that_the_cpu_has_comes_first(monkeypatch, capability, flags, expected):
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    assert variants(cpuinfo=f"flags : {flags}") == expected
+
+
+def test_a_compiler_that_does_not_know_a_variant_leaves_the_next_one(tmp_path, monkeypatch, caplog, fresh_kernels):
+    if "avx2" not in variants() or (real := shutil.which("cc")) is None:
+        pytest.skip("no AVX2, or no compiler")
+    compiler = tmp_path / "old-cc"
+    compiler.write_text(
+        f'#!/bin/sh\ncase "$*" in *avx512*) echo "unrecognized -mavx512f" >&2; exit 1;; esac\nexec {real} "$@"\n'
+    )
+    compiler.chmod(0o755)
+    monkeypatch.setenv("ROLLMILL_CACHE", str(tmp_path))
+    monkeypatch.setenv("CC", str(compiler))
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
-    with pytest.raises(KernelsUnavailable, match="torch reports AVX512"):
-        choose_kernels("native")
-    assert choose_kernels("auto") is None
-    assert choose_attention("auto") is not None
-    assert choose_attention("torch") is None
-    model = random_model(llama(hidden_size=48, head_dim=8, num_attention_heads=6), seed=1)
-    engine = SteppedEngine(tmp_path, model)
-    assert not engine.core.model.native_kernels
-    assert not engine.core.model.needs_masks
-    engine.submit(request("a", prompt_of(20)))
-    engine.finish()
-    expected = reference_logprobs(model, engine.turn("a"), SamplingParams())
-    np.testing.assert_allclose(engine.turn("a").behavior_logprobs, expected, atol=1e-4)
+    assert load_kernels().variant == "avx2"
+    assert "unrecognized -mavx512f" in caplog.text
+    assert "Those for avx2 are used instead" in caplog.text
 
 
-def test_a_cpu_without_avx2_has_no_kernels(monkeypatch):
+def test_a_cpu_without_avx2_has_no_kernels(monkeypatch, fresh_kernels):
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT")
-    native.load_kernels.cache_clear()
-    try:
-        with pytest.raises(KernelsUnavailable, match="torch reports DEFAULT"):
-            load_kernels()
-        assert choose_attention("auto") is None
-    finally:
-        native.load_kernels.cache_clear()
+    with pytest.raises(KernelsUnavailable, match="torch reports DEFAULT"):
+        load_kernels()
+    assert choose_kernels("auto") is None
 
 
 def test_in_bfloat16_attention_over_blocks_is_as_close_to_the_exact_numbers_as_torch_is(kernels, tmp_path):
@@ -191,7 +256,8 @@ def test_in_bfloat16_a_layer_rounds_its_weights_and_its_result_as_torch_does(ker
     # The exact sum of rounded numbers, rounded once, then the bias.
     expected = (x.float() @ rounded.T).bfloat16() + layer.bias.detach()
     with torch.inference_mode():
-        PackedLinear(layer, packing=Float32Packing(kernels), keeps_weight=False).write(published)
+        packing = Bfloat16Packing(kernels) if kernels.bfloat16 else Float32Packing(kernels)
+        PackedLinear(layer, packing=packing, keeps_weight=False).write(published)
         found = layer(x)
     assert found.dtype == torch.bfloat16
     np.testing.assert_allclose(found.float().numpy(), expected.float().numpy(), rtol=2**-7)
@@ -201,7 +267,7 @@ def test_torch_is_taken_when_asked_for():
     assert choose_kernels("torch") is None
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     batch=st.integers(1, 5),
     kv_heads=st.integers(1, 3),

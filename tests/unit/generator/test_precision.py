@@ -7,7 +7,7 @@ import doctest
 import pytest
 
 from rollmill.config import precision
-from rollmill.config.precision import native_bfloat16, resolve_dtype
+from rollmill.config.precision import native_bfloat16, packed_precision, resolve_dtype
 from rollmill.errors import ConfigError
 from rollmill.generator.engines import meter, sequence
 
@@ -32,6 +32,24 @@ def test_a_named_precision_is_taken_as_it_is_and_others_are_refused():
     assert resolve_dtype("float32", cpuinfo="flags : amx_bf16") == "float32"
     with pytest.raises(ConfigError, match="'float16'"):
         resolve_dtype("float16")
+
+
+@pytest.mark.parametrize(
+    ("flags", "dtype", "kernels", "expected"),
+    [
+        ("avx2", "float32", "auto", "float32"),
+        ("avx2", "bfloat16", "auto", "float32"),  # rounded, and multiplied in float32
+        ("avx512f", "bfloat16", "native", "float32"),
+        ("avx512_bf16", "float32", "auto", "float32"),
+        ("avx512_bf16", "bfloat16", "auto", "bfloat16"),
+        ("avx512_bf16 amx_bf16", "bfloat16", "auto", None),
+        ("avx512_bf16 amx_bf16", "bfloat16", "native", "bfloat16"),
+        ("avx512_bf16 amx_bf16", "float32", "auto", "float32"),
+        ("avx512_bf16", "bfloat16", "torch", None),
+    ],
+)
+def test_packed_weights_have_the_precision_that_the_kernels_multiply_in(flags, dtype, kernels, expected):
+    assert packed_precision(dtype, kernels=kernels, cpuinfo=f"flags : {flags}") == expected
 
 
 @pytest.mark.parametrize("module", [precision, meter, sequence])

@@ -193,11 +193,16 @@ class KernelsUnavailable(ModelError):
     """The compiled kernels cannot be used on this machine."""
 
 
-def variants() -> tuple[str, ...]:
-    """Return the variants that this CPU can run, best first."""
+def variants(*, cpuinfo: str | None = None) -> tuple[str, ...]:
+    """Return the variants that this CPU can run, best first.
+
+    Args:
+        cpuinfo: as for `cpu_flags`.
+    """
     capability = torch.backends.cpu.get_cpu_capability()
     if capability.startswith("AVX512"):
-        return tuple(name for name in _VARIANTS if name != "avx512_bf16" or name in cpu_flags())
+        flags = cpu_flags(cpuinfo=cpuinfo)
+        return tuple(name for name in _VARIANTS if name != "avx512_bf16" or name in flags)
     return ("avx2",) if capability.startswith("AVX2") else ()
 
 
