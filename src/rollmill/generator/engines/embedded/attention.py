@@ -65,13 +65,22 @@ class BlockPool:
     """KV of all layers: `[layers, 2, blocks, kv_heads, size, head_dim]`, zeroed pages, committed on use."""
 
     def __init__(
-        self, *, layers: int, blocks: int, kv_heads: int, size: int, head_dim: int, dtype: torch.dtype
+        self,
+        *,
+        layers: int,
+        blocks: int,
+        kv_heads: int,
+        size: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        kernels: Kernels | None = None,
     ) -> None:
         shape = (layers, 2, blocks, kv_heads, size, head_dim)
         plain = np.float32 if dtype == torch.float32 else np.int16
         # NumPy's zeros are calloc: masked positions must be finite, yet untouched pages should cost nothing.
         self._kv = torch.from_numpy(np.zeros(shape, dtype=plain)).view(dtype)
         self._layers = [(self._kv[layer, 0], self._kv[layer, 1]) for layer in range(layers)]
+        self._kernels = kernels
         self.plan: ForwardPlan | None = None
 
     @property
@@ -95,6 +104,17 @@ class BlockPool:
         if plan is None:
             raise RuntimeError("the block pool was used outside a planned forward pass")
         pool_keys, pool_values = self._layers[layer_idx]
+        if self._kernels is not None:
+            self._kernels.write(
+                keys[0],
+                values[0],
+                pool_keys,
+                pool_values,
+                rows=plan.write_rows,
+                blocks=plan.write_blocks,
+                offsets=plan.write_offsets,
+            )
+            return pool_keys, pool_values
         key_rows, value_rows = keys[0].transpose(0, 1), values[0].transpose(0, 1)
         if plan.write_rows is not None:
             key_rows, value_rows = key_rows[plan.write_rows], value_rows[plan.write_rows]

@@ -29,6 +29,7 @@ from rollmill.generator.engines.embedded.attention import (
     Segment,
     causal_mask,
 )
+from rollmill.generator.engines.embedded.fusions import fuse
 from rollmill.generator.engines.embedded.linears import (
     Bfloat16Packing,
     Destination,
@@ -136,18 +137,20 @@ class ServedModel:
         self._model = _build(config, dtype=dtype)
         self._body = self._model.base_model if self.labels else self._model
         compiled = choose_kernels(kernels)
-        self._attention = compiled
+        self._kernels = compiled
         self.quantization = quantization
         packing = _packing(compiled, choice=kernels, quantization=quantization, dtype=dtype)
         self.native_kernels = packing is not None
         self._destinations = destinations(self._model, packing=packing)
+        if compiled is not None:
+            fuse(self._model, compiled)
         products = PlainPacking() if compiled is None else Float32Packing(compiled)
         self.low_rank = LowRank(self._model, packing=products) if adapters else None
         text = config.get_text_config()
         self.layers = int(text.num_hidden_layers)
         self.kv_heads = int(getattr(text, "num_key_value_heads", None) or text.num_attention_heads)
         self.head_dim = int(getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
-        self.needs_masks = self._attention is None or self.head_dim % DIM_STEP > 0
+        self.needs_masks = self._kernels is None or self.head_dim % DIM_STEP > 0
         self.vocabulary_size = int(text.vocab_size)
         self.context_len = int(getattr(text, "max_position_embeddings", 0) or 1 << 30)
         accepted = inspect.signature(self._body.forward).parameters
@@ -164,6 +167,7 @@ class ServedModel:
             size=size,
             head_dim=self.head_dim,
             dtype=self.dtype,
+            kernels=self._kernels,
         )
 
     def block_bytes(self, size: int) -> int:
@@ -272,7 +276,7 @@ class ServedModel:
                 position_ids=positions[None],
                 use_cache=True,
                 block_plan=plan,
-                block_kernels=self._attention,
+                block_kernels=self._kernels,
                 **({} if self.labels else {"logits_to_keep": 0 if keep is None else keep}),
                 **{self._cache_argument: pool},
             )

@@ -1,9 +1,9 @@
-"""Compiles and binds `kernels.c`, once per machine, and proves the result before use.
+"""Compiles and binds `kernels.c` and `rows.c`, once per machine, and proves the result before use.
 
 Needs an x86-64 CPU with AVX2 and FMA, and a C compiler at the first use; the library is kept under the cache directory
-and found by the digest of its source and flags. One source makes three variants, of which the best that this CPU has is
-taken: AVX2, AVX-512 with wider panels, and that with products in bfloat16. Decides only which kernels can be used here;
-without them torch computes the same.
+and found by the digest of its sources and flags. The sources make three variants, of which the best that this CPU has
+is taken: AVX2; AVX-512, with wider panels and with functions for what lies between products; and that with products in
+bfloat16. Decides only which kernels can be used here; without them torch computes the same.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from rollmill.config.precision import cpu_flags
 from rollmill.errors import ModelError
 from rollmill.weights.catalog import cache_directory
 
-_SOURCE = Path(__file__).with_name("kernels.c")
+_SOURCES = tuple(Path(__file__).with_name(name) for name in ("kernels.c", "rows.c"))
 # Compiled with OpenMP but not linked to a runtime: the symbols are found in the one that torch has loaded, so that
 # `torch.set_num_threads` and its pool of threads hold for these kernels too.
 _FLAGS = ("-O3", "-mavx2", "-mfma", "-fopenmp", "-fPIC", "-std=gnu11")
@@ -56,6 +56,8 @@ class Kernels:
         self.variant = variant
         self.bfloat16 = variant == "avx512_bf16"
         """Whether there is a product in bfloat16."""
+        self.fuses = variant != "avx2"
+        """Whether there are `norm` and `gated`."""
         library.rollmill_columns.argtypes, library.rollmill_columns.restype = [], number
         self._columns = int(library.rollmill_columns())
         self._pack, self._linear = library.rollmill_pack, library.rollmill_linear
@@ -67,6 +69,13 @@ class Kernels:
         if self.bfloat16:
             self._linear_bf16 = library.rollmill_linear_bf16
             self._linear_bf16.argtypes, self._linear_bf16.restype = [pointer] * 3 + [number] * 4, None
+        if self.fuses:
+            self._norm, self._gated = library.rollmill_norm, library.rollmill_gated
+            self._norm.argtypes = [pointer] * 3 + [number] * 3 + [ctypes.c_float, number]
+            self._gated.argtypes = [pointer] * 3 + [number] * 3
+            self._norm.restype = self._gated.restype = None
+        self._write = library.rollmill_write
+        self._write.argtypes, self._write.restype = ([pointer, number, number] * 2 + [pointer] * 5 + [number] * 5), None
         self._attend = library.rollmill_attend
         self._attend.argtypes = [pointer, number, number, pointer, pointer, number, number, number, pointer, number]
         self._attend.argtypes += [pointer, pointer] + [number] * 4 + [ctypes.c_float, number]
@@ -102,8 +111,8 @@ class Kernels:
         rows = _even(rows)
         m, inputs = rows.shape
         out = torch.empty(m, outputs, dtype=torch.bfloat16)
-        addresses = (tensor.data_ptr() for tensor in (rows, packed, out))
-        self._linear_bf16(*addresses, m, outputs, inputs, torch.get_num_threads())
+        threads = torch.get_num_threads()
+        self._linear_bf16(rows.data_ptr(), packed.data_ptr(), out.data_ptr(), m, outputs, inputs, threads)
         return out
 
     def new_packed_int8(self, *, outputs: int, inputs: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -128,6 +137,66 @@ class Kernels:
         addresses = (tensor.data_ptr() for tensor in (rows, packed, factors, out))
         self._linear_int8(*addresses, m, outputs, inputs, torch.get_num_threads())
         return out
+
+    def norm(self, x: torch.Tensor, weight: torch.Tensor, *, epsilon: float) -> torch.Tensor:
+        """Return `x` [..., n] over the root of its mean square, times `weight` [n]; both float32 or both bfloat16."""
+        x, n = x.contiguous(), len(weight)
+        out, half = torch.empty_like(x), x.dtype is torch.bfloat16
+        threads = torch.get_num_threads()
+        self._norm(x.data_ptr(), weight.data_ptr(), out.data_ptr(), half, x.numel() // n, n, epsilon, threads)
+        return out
+
+    def gated(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        """Return `silu(gate) * up`; both float32 or both bfloat16."""
+        gate, up = gate.contiguous(), up.contiguous()
+        out, half = torch.empty_like(gate), gate.dtype is torch.bfloat16
+        self._gated(gate.data_ptr(), up.data_ptr(), out.data_ptr(), half, gate.numel(), torch.get_num_threads())
+        return out
+
+    def write(
+        self,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        key_pool: torch.Tensor,
+        value_pool: torch.Tensor,
+        *,
+        rows: torch.Tensor | None,
+        blocks: torch.Tensor,
+        offsets: torch.Tensor,
+    ) -> None:
+        """Copy keys and values of tokens to their places.
+
+        Args:
+            keys: [kv_heads, tokens, dim].
+            values: as keys.
+            key_pool: [blocks, kv_heads, size, dim], contiguous, of the same type.
+            value_pool: as key_pool.
+            rows: int64 [writes], token of each write; `None` writes each once, in order.
+            blocks: int64 [writes], contiguous.
+            offsets: int64 [writes], place in the block; contiguous.
+        """
+        kv_heads, size, dim = key_pool.shape[1:]
+        width = key_pool.element_size()
+        if keys.stride(2) != 1 or values.stride(2) != 1:
+            keys, values = keys.contiguous(), values.contiguous()
+        self._write(
+            keys.data_ptr(),
+            keys.stride(0) * width,
+            keys.stride(1) * width,
+            values.data_ptr(),
+            values.stride(0) * width,
+            values.stride(1) * width,
+            None if rows is None else rows.data_ptr(),
+            blocks.data_ptr(),
+            offsets.data_ptr(),
+            key_pool.data_ptr(),
+            value_pool.data_ptr(),
+            key_pool.stride(0) * width,
+            len(blocks),
+            kv_heads,
+            size,
+            dim * width,
+        )
 
     def attend(
         self,
@@ -251,7 +320,7 @@ def _unavailable(reason: str) -> KernelsUnavailable:
 
 
 def _library(flags: tuple[str, ...]) -> Path:
-    source = _SOURCE.read_bytes()
+    source = b"".join(source.read_bytes() for source in _SOURCES)
     key = hashlib.sha256(source + " ".join(flags).encode()).hexdigest()[:16]
     folder = cache_directory().parent / "kernels"
     path = folder / f"{key}.so"
@@ -267,10 +336,10 @@ def _compile(path: Path, *, flags: tuple[str, ...]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     # Several processes may come here at once: each builds in its own folder, the last rename wins.
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-        unit, library = Path(folder, "kernels.o"), Path(folder, "kernels.so")
+        units, library = [f"{folder}/{source.stem}.o" for source in _SOURCES], Path(folder, "kernels.so")
         for command in (
-            [compiler, *flags, "-c", str(_SOURCE), "-o", str(unit)],
-            [compiler, "-shared", str(unit), "-o", str(library)],
+            *([compiler, *flags, "-c", str(source), "-o", unit] for source, unit in zip(_SOURCES, units, strict=True)),
+            [compiler, "-shared", *units, "-o", str(library)],
         ):
             try:
                 done = subprocess.run(command, capture_output=True, text=True, timeout=_COMPILE_DEADLINE_S, check=False)
