@@ -16,7 +16,9 @@ from rollmill.errors import MissingExtraError
 from rollmill.generator.engines.meter import SecondsMeter
 from rollmill.generator.engines.remote.engine import RemoteEngine
 from rollmill.generator.engines.remote.model import ServedModel
+from rollmill.generator.engines.remote.peft_folders import lora_targets
 from rollmill.generator.engines.remote.process import ServerProcess
+from rollmill.generator.engines.remote.transfer import layout_of
 from rollmill.generator.engines.vllm.environment import find_python
 from rollmill.generator.engines.vllm.start import Launched, bring_up, launch
 
@@ -64,13 +66,19 @@ class SharedServer:
         self._launched: Launched | None = None
         self.log = folder / "server.log"
 
-    def engine(self) -> RemoteEngine:
+    def engine(self, *, digest: str = "digest-1") -> RemoteEngine:
         """Return a new adapter that serves the old model as version 1; starts the server if none runs."""
         clock = SystemClock()
         meter = SecondsMeter(clock, cause="startup")
         if self._launched is None or self._launched.process.exit_code is not None:
             self.stop()
-            self._launched = launch(self._folder, self.settings, model=self._model, log=self.log)
+            self._launched = launch(
+                self._folder,
+                self.settings,
+                model=self._model,
+                log=self.log,
+                lora_targets=lora_targets(layout_of(tensors_of(self.old))),
+            )
         process = self._launched.process
         return bring_up(
             _Kept(process),
@@ -79,7 +87,7 @@ class SharedServer:
             model=self._model,
             tensors=tensors_of(self.old),
             policy_version=1,
-            digest="digest-1",
+            digest=digest,
             clock=clock,
             meter=meter,
             wait=lambda ready: process.wait_until(ready, deadline_s=400.0, clock=clock),

@@ -293,7 +293,7 @@ def _for_adapters(options: ServeOptions) -> ServeOptions:
             f"--repository {options.repository} and --adapter were both given: adapters belong to weights that stay "
             "what they are, and a repository's change. Leave one of them out"
         )
-    if settings.engine != "embedded":
+    if settings.engine not in OBEYED_BY["max_loras"]:
         raise ConfigError(
             f'--adapter was given and generator.engine is "{settings.engine}", which serves its weights alone. Engines '
             f"that can serve adapters beside them: {', '.join(OBEYED_BY['max_loras'])}. Or serve one run's policy, "

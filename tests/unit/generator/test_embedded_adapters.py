@@ -32,9 +32,9 @@ from rollmill.errors import DataError, EngineError, ModelError, Overloaded, Weig
 from rollmill.generator.engines.embedded.desk import drop_adapter, serve_adapter
 from rollmill.generator.engines.embedded.low_rank import ServedAdapter, groups_of
 from rollmill.generator.engines.embedded.native import KernelsUnavailable, load_kernels
-from rollmill.generator.engines.embedded.shelf import Shelf
 from rollmill.generator.engines.fake import FakeEngine
 from rollmill.generator.engines.protocol import AdapterEngine, KvPolicy
+from rollmill.generator.engines.shelf import Shelf
 from rollmill.types import Adapter, GenerateRequest, SamplingParams, Turn, VersionSpan
 
 MODEL = random_model(seed=1)

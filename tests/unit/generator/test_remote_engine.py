@@ -14,9 +14,10 @@ from rollmill.clock import SystemClock
 from rollmill.errors import DeadlineExceeded, EngineDead, EngineError
 from rollmill.generator.engines.meter import SecondsMeter
 from rollmill.generator.engines.protocol import KvPolicy
-from rollmill.generator.engines.remote.engine import RemoteEngine, Traits
+from rollmill.generator.engines.remote.engine import RemoteEngine
 from rollmill.generator.engines.remote.port import Delta, Figures
 from rollmill.generator.engines.remote.requests import Live
+from rollmill.generator.engines.remote.traits import Traits
 from rollmill.generator.engines.remote.transfer import Spool
 from rollmill.types import GenerateRequest, SamplingParams, StopReason, TokenChunk, VersionSpan
 

@@ -28,7 +28,7 @@ REWARD_SCORE = "reward_score"
 """Capability: `RewardEngine`."""
 ADAPTERS = "adapters"
 """Capability: `AdapterEngine`."""
-_ENGINES_WITH: Mapping[str, tuple[str, ...]] = {REWARD_SCORE: ("embedded", "fake"), ADAPTERS: ("embedded",)}
+_ENGINES_WITH: Mapping[str, tuple[str, ...]] = {REWARD_SCORE: ("embedded", "fake"), ADAPTERS: ("embedded", "vllm")}
 
 
 def engines_with(capability: str) -> str:

@@ -8,7 +8,7 @@ The embedded engine takes its settings as constructor arguments.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -30,6 +30,8 @@ CPU_BLOCK_TOKENS = 32
 """KV block on a CPU. The server's own default of 128 would keep short prompts from sharing anything."""
 
 _KV_BYTES = {"bfloat16": 2, "fp8": 1}
+_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""What `--max-lora-rank` may be."""
 
 
 class KvShape(msgspec.Struct, frozen=True, kw_only=True):
@@ -70,7 +72,13 @@ class KvShape(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def vllm_arguments(
-    settings: GeneratorSettings, *, model: str, socket: str, device: Device, kv: KvShape | None
+    settings: GeneratorSettings,
+    *,
+    model: str,
+    socket: str,
+    device: Device,
+    kv: KvShape | None,
+    lora_targets: Sequence[str] = (),
 ) -> list[str]:
     """Return the arguments of a vLLM server that obeys these settings.
 
@@ -80,9 +88,11 @@ def vllm_arguments(
         socket: path of the Unix socket to listen on.
         device: what the server's build computes on.
         kv: of the model; needed where keys and values are sized here: on a CPU, without `kv_cache_memory_bytes`.
+        lora_targets: linear layers that adapters may change, by the last part of their names; needed with places for
+            adapters. Without them the server would set memory aside for the whole vocabulary too.
 
     Raises:
-        ConfigError: if `generator.vllm.arguments` sets what is set here.
+        ConfigError: if `generator.vllm.arguments` sets what is set here, or a setting is beyond what vLLM can do.
 
     Example:
         >>> shape = KvShape(layers=2, kv_heads=1, head_dim=32)
@@ -123,6 +133,8 @@ def vllm_arguments(
     kv_bytes = _kv_bytes(settings, device=device, kv=kv)
     if kv_bytes is not None:
         valued["--kv-cache-memory-bytes"] = kv_bytes
+    if settings.max_loras:
+        valued |= _lora_places(settings)
     eager = settings.vllm.enforce_eager
     switches = {
         "--tokens-only": True,
@@ -131,10 +143,36 @@ def vllm_arguments(
         "--enable-expert-parallel": settings.enable_expert_parallel,
         "--enable-prefix-caching": settings.enable_prefix_caching,
         "--no-enable-prefix-caching": not settings.enable_prefix_caching,
+        "--enable-lora": bool(settings.max_loras),
     }
     _refuse_taken(settings.vllm.arguments, taken={*valued, *switches, *_KEPT_BACK})
     flags = [text for name, value in valued.items() for text in (name, str(value))]
-    return [*flags, *(name for name, on in switches.items() if on), *settings.vllm.arguments]
+    flags += [name for name, on in switches.items() if on]
+    if settings.max_loras:
+        flags += ["--lora-target-modules", *lora_targets]
+    return [*flags, *settings.vllm.arguments]
+
+
+def adapter_slots(max_loras: int) -> int:
+    """Return how many versions of adapters the server is told to hold at once.
+
+    Each adapter may have a version that is served and one that its older requests end under; one more is proven.
+
+    Example:
+        >>> adapter_slots(2)
+        5
+    """
+    return 2 * max_loras + 1
+
+
+def _lora_places(settings: GeneratorSettings) -> dict[str, str | int | float]:
+    rank = next((rank for rank in _LORA_RANKS if rank >= settings.max_lora_rank), None)
+    if rank is None:
+        raise ConfigError(
+            f"generator.max_lora_rank is {settings.max_lora_rank}, and vLLM takes adapters of rank {_LORA_RANKS[-1]} "
+            "at most. Lower it, or serve the run's policy, adapter included, with --repository"
+        )
+    return {"--max-loras": adapter_slots(settings.max_loras or 0), "--max-lora-rank": rank}
 
 
 def vllm_environment(settings: GeneratorSettings, *, base: Mapping[str, str], plugin: str) -> dict[str, str]:
@@ -162,6 +200,8 @@ def vllm_environment(settings: GeneratorSettings, *, base: Mapping[str, str], pl
         "VLLM_PLUGINS": TRANSPORT,
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_NO_USAGE_STATS": "1",
+        # The routes that load and unload adapters.
+        **({"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"} if settings.max_loras else {}),
     }
 
 
@@ -185,6 +225,9 @@ _KEPT_BACK = frozenset(
         "--skip-tokenizer-init",
         "--enable-scale-out",
         "--worker-extension-cls",
+        "--max-cpu-loras",
+        "--lora-modules",
+        "--lora-target-modules",
     }
 )
 """Arguments that would break what Rollmill relies on."""

@@ -25,13 +25,13 @@ from rollmill.generator.engines.embedded.recall import Recall
 from rollmill.generator.engines.embedded.rejection import verify
 from rollmill.generator.engines.embedded.rewards import give_rewards
 from rollmill.generator.engines.embedded.scoring import score_tokens
-from rollmill.generator.engines.embedded.shelf import Shelf
 from rollmill.generator.engines.embedded.speculation import Guess, Guesser
 from rollmill.generator.engines.embedded.staging import Staging, repeated_update
 from rollmill.generator.engines.embedded.waves import WaveGate
 from rollmill.generator.engines.meter import SecondsMeter
 from rollmill.generator.engines.protocol import KvPolicy, UpdateReport
 from rollmill.generator.engines.sequence import Sequence
+from rollmill.generator.engines.shelf import Shelf
 from rollmill.types import StopReason
 
 _Batches = list[tuple[PrefillJob, list[Sequence]]]

@@ -44,8 +44,10 @@ from rollmill.errors import (
 )
 from rollmill.generator.engines.meter import SecondsMeter
 from rollmill.generator.engines.protocol import EngineInfo, EngineLoad, KvPolicy, OnTokens, PauseMode, UpdateReport
-from rollmill.generator.engines.remote.port import Delta, ServerPort
-from rollmill.generator.engines.remote.requests import GroupKey, Live
+from rollmill.generator.engines.remote.adapters import Ask, RemoteDesk
+from rollmill.generator.engines.remote.port import AdapterPort, Delta, ServerPort
+from rollmill.generator.engines.remote.requests import GroupKey, Live, Lives
+from rollmill.generator.engines.remote.traits import Traits
 from rollmill.generator.engines.remote.transfer import Spool, check_layout, layout_of, nbytes_of
 from rollmill.generator.engines.sequence import check_request
 from rollmill.types import GenerateRequest, Turn
@@ -56,31 +58,6 @@ if TYPE_CHECKING:
 _CANCEL_AGAIN_S = 0.5
 """A cancellation that overtakes its request does nothing; it is repeated until the request has ended."""
 _CLOSING_S = 6.0
-
-
-class Traits(msgspec.Struct, frozen=True, kw_only=True):
-    """What a remote engine is, for its callers and for messages.
-
-    Attributes:
-        product: name of the server in sentences.
-        kv_bytes_per_token: 0 if unknown.
-        waits_for_siblings: whether members of a group wait for the first one's prefill.
-        patience_s: longest wait for all requests to end when they were told to.
-        hang_up_s: how long the server gets to end one request, before its connection is cut.
-    """
-
-    kind: str
-    product: str
-    model: str
-    dtype: str
-    vocabulary_size: int
-    max_model_len: int
-    max_num_seqs: int
-    kv_bytes_per_token: int
-    capabilities: tuple[str, ...]
-    waits_for_siblings: bool
-    patience_s: float
-    hang_up_s: float = 5.0
 
 
 class RemoteEngine:
@@ -95,6 +72,10 @@ class RemoteEngine:
         spool: where weights are written that lie in no file.
         clock: stamps, deadlines and the seconds ledger.
         meter: began when the server was started.
+        adapter_port: to the same server, if it holds adapters.
+
+    Attributes:
+        adapters: where they are loaded and served; `None` if the server holds none.
     """
 
     def __init__(
@@ -108,6 +89,7 @@ class RemoteEngine:
         spool: Spool,
         clock: Clock,
         meter: SecondsMeter,
+        adapter_port: AdapterPort | None = None,
     ) -> None:
         self._port = port
         self._traits = traits
@@ -116,7 +98,7 @@ class RemoteEngine:
         self._spool = spool
         self._clock = clock
         self._meter = meter
-        self._lives: dict[str, Live] = {}
+        self._lives = Lives()
         self._queue: deque[Live] = deque()
         self._leading: dict[GroupKey, Live] = {}
         self._family, self._numbers = secrets.token_hex(4), itertools.count(1)
@@ -132,6 +114,18 @@ class RemoteEngine:
         self._closing = False
         self._change = asyncio.Event()
         self._control = asyncio.Lock()
+        self.adapters: RemoteDesk | None = None
+        if adapter_port is not None:
+            self.adapters = RemoteDesk(
+                adapter_port,
+                lives=self._lives,
+                layout=self._layout,
+                max_loras=traits.max_loras,
+                max_lora_rank=traits.max_lora_rank,
+                score_by=self._score_by,
+                refuse_if_unfit=self._refuse_if_unfit,
+                note_change=self._note_change,
+            )
         port.listen(lambda _: self._note_change())
         self._meter.switch("idle")
 
@@ -151,6 +145,7 @@ class RemoteEngine:
             capabilities=traits.capabilities,
             policy_version=self._policy_version,
             digest=self._digest,
+            adapters=() if self.adapters is None else self.adapters.infos(),
         )
 
     async def generate(self, request: GenerateRequest, *, on_tokens: OnTokens | None = None) -> Turn:
@@ -158,6 +153,7 @@ class RemoteEngine:
 
         Raises:
             DataError: if the prompt or its parameters do not fit, or the server cannot do them.
+            ModelError: if its adapter is not loaded.
             EngineError: if the id is in use, or the engine is dirty.
             EngineDead: if the server died, with its log's first error.
 
@@ -165,7 +161,12 @@ class RemoteEngine:
             aborts the request and frees its KV.
         """
         traits = self._traits
-        check_request(request, vocabulary_size=traits.vocabulary_size, max_model_len=traits.max_model_len)
+        check_request(
+            request,
+            vocabulary_size=traits.vocabulary_size,
+            max_model_len=traits.max_model_len,
+            adapters=self.adapters is not None,
+        )
         self._refuse(request)
         live = Live(
             request,
@@ -247,6 +248,8 @@ class RemoteEngine:
                     f"update to policy version {policy_version}, but {self._policy_version} is served: versions only "
                     "rise"
                 )
+            if self.adapters is not None:
+                self.adapters.shelf.refuse_update(policy_version)
             check_layout(tensors, expected=self._layout)
             started_s = self._clock.now_s()
             await self._load(tensors, policy_version=policy_version, kv=kv)
@@ -280,16 +283,19 @@ class RemoteEngine:
 
     async def score(self, token_ids: np.ndarray) -> np.ndarray:
         """Return float32 [n - 1] log-probs under temperature 1; works while paused, see the module."""
+        return await self._score_by(token_ids, lambda ids, server_id: self._port.score(ids, server_id=server_id))
+
+    async def _score_by(self, token_ids: np.ndarray, ask: Ask) -> np.ndarray:
         ids = self._scorable(token_ids)
         async with self._control:
             self._raise_if_dead()
             if not self._frozen:
-                return await self._port.score(ids, server_id=self._new_id())
+                return await ask(ids, self._new_id())
             self._peeked = True
             try:
                 await self._port.thaw()
                 self._frozen = False
-                return await self._port.score(ids, server_id=self._new_id())
+                return await ask(ids, self._new_id())
             finally:
                 # Should this fail, what is sampled is still held back, and the next pause("abort") ends it.
                 await self._freeze()
@@ -329,10 +335,17 @@ class RemoteEngine:
                     await self._end_all(patience_s=_CLOSING_S)
         await self._port.close()
         await asyncio.to_thread(self._spool.close)
+        if self.adapters is not None:
+            await asyncio.to_thread(self.adapters.close)
         self._note_change()
         self._meter.switch("shutdown")
 
     # -- requests
+
+    def _refuse_if_unfit(self) -> None:
+        self._raise_if_dead()
+        if self._dirty_reason is not None:
+            raise EngineError(f"the engine is dirty: {self._dirty_reason}")
 
     def _refuse(self, request: GenerateRequest) -> None:
         self._raise_if_dead()
@@ -342,14 +355,15 @@ class RemoteEngine:
                 "requests share a pass. Engines that can: embedded, fake. Set generator.engine, or run.deterministic "
                 "false"
             )
-        if self._dirty_reason is not None:
-            raise EngineError(f"the engine is dirty: {self._dirty_reason}")
+        self._refuse_if_unfit()
         if request.request_id in self._lives:
             raise EngineError(f"request id {request.request_id} is in use; ids must be unique while a request lives")
-        if request.min_policy_version > self._policy_version:
+        adapter = None if self.adapters is None else self.adapters.shelf.ask(request.adapter)
+        served = self._policy_version if adapter is None else adapter.policy_version
+        if request.min_policy_version > served:
             raise EngineError(
                 f"request {request.request_id} wants policy version {request.min_policy_version} or newer, this engine "
-                f"serves {self._policy_version}; send it to another replica or wait for the next load"
+                f"serves {served}; send it to another replica or wait for the next load"
             )
 
     async def _serve(self, live: Live) -> None:
@@ -374,7 +388,8 @@ class RemoteEngine:
     def _send(self, live: Live) -> None:
         self._queue.remove(live)
         live.withdrawn, live.sent_s = False, self._clock.now_s()
-        live.serve_under(self._policy_version)
+        live.adapter = None if self.adapters is None else self.adapters.shelf.served(live.request.adapter)
+        live.serve_under(self._policy_version if live.adapter is None else live.adapter.policy_version)
         if live.group is not None and self._traits.waits_for_siblings:
             self._leading[live.group] = live
         self._note_change()
@@ -403,9 +418,14 @@ class RemoteEngine:
 
     async def _read(self, live: Live) -> None:
         salt = f"{self._policy_version}.{self._flushes}"
+        asked, before = live.to_send(), live.count
+        if before:  # sent anew: its own tokens are a prompt now
+            self._prefill_tokens += len(asked.prompt_ids)
         async for delta in self._port.generate(
-            live.request, server_id=live.server_id, max_tokens=live.capacity, salt=salt
+            asked, server_id=live.server_id, max_tokens=live.capacity - before, salt=salt
         ):
+            if before:
+                delta = msgspec.structs.replace(delta, cached_tokens=None)
             self._count_prefill(live, delta)
             if live.first_token_s is None and len(delta.output_ids):
                 self._lead_no_more(live)

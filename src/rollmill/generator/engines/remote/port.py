@@ -116,3 +116,30 @@ class ServerPort(Protocol):
     async def close(self) -> None:
         """End the server and all that is its own; idempotent."""
         ...
+
+
+class AdapterPort(ServerPort, Protocol):
+    """A server that holds low-rank adapters beside its weights, each under a name of its own.
+
+    `generate` then takes requests whose `adapter` is such a name.
+    """
+
+    async def load_adapter(self, folder: Path, *, server_name: str) -> None:
+        """Load an adapter from a folder as PEFT writes it; what runs goes on, and nothing else changes.
+
+        Args:
+            folder: must stay until the name is unloaded and no request uses it: the server may read it again.
+            server_name: never used before.
+
+        Raises:
+            EngineError: if the server refuses.
+        """
+        ...
+
+    async def unload_adapter(self, server_name: str) -> None:
+        """Let go of a name that no request uses."""
+        ...
+
+    async def score_with(self, token_ids: Sequence[int], *, server_id: str, server_name: str) -> np.ndarray:
+        """Return `score` of the base with an adapter."""
+        ...

@@ -8,15 +8,21 @@ version that sampled it is never proven. No I/O, no clock.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Collection
 
+import msgspec
 import numpy as np
 
 from rollmill.errors import EngineError
 from rollmill.generator.engines.protocol import OnTokens
+from rollmill.generator.engines.remote.adapters import RemoteAdapter
 from rollmill.generator.engines.remote.port import Delta
 from rollmill.types import GenerateRequest, StopReason, TokenChunk, Turn, TurnTimings, VersionSpan
 
 GroupKey = tuple[str, bytes]
+
+_SEED_STRIDE = 0x9E3779B97F4A7C15
+"""Between the seeds of the parts of a request that was sent anew; odd: they differ for every number of tokens."""
 
 
 class Live:
@@ -31,7 +37,8 @@ class Live:
         group: what it shares a prefill with, or `None`.
         sent_s: when it was sent, `None` while it waits here.
         gave_up: it is to end with what it has.
-        withdrawn: it is to be sent anew; nothing came of it yet.
+        withdrawn: it is to be sent anew, with the tokens that it has.
+        adapter: what the server works with for it, since it was sent; `None` for the base alone.
         over: its caller has it.
     """
 
@@ -44,6 +51,7 @@ class Live:
         self.sent_s: float | None = None
         self.first_token_s: float | None = None
         self.gave_up = self.withdrawn = False
+        self.adapter: RemoteAdapter | None = None
         self.over = asyncio.Event()
         self.count = 0
         self.cached_tokens = 0
@@ -58,6 +66,20 @@ class Live:
         self._marks: list[tuple[int, int]] = []
         self._record: tuple[VersionSpan, ...] | None = None
         self._on_tokens = on_tokens
+
+    def to_send(self) -> GenerateRequest:
+        """Return what the server is asked for: what is left of it, under the server's name of its adapter."""
+        adapter = "" if self.adapter is None else self.adapter.server_name
+        if not self.count:
+            return msgspec.structs.replace(self.request, adapter=adapter)
+        sampling = self.request.sampling
+        return msgspec.structs.replace(
+            self.request,
+            adapter=adapter,
+            prompt_ids=np.concatenate([self.request.prompt_ids, self._ids[: self.count]]),
+            # The same seed would give the next tokens the numbers that the first ones were drawn with.
+            sampling=msgspec.structs.replace(sampling, seed=(sampling.seed + self.count * _SEED_STRIDE) % (1 << 63)),
+        )
 
     def serve_under(self, policy_version: int) -> None:
         """What comes from now on was sampled under this version."""
@@ -84,7 +106,8 @@ class Live:
         if delta.cached_tokens is not None:
             self.cached_tokens = delta.cached_tokens
         if delta.reason is not None:
-            self.reason, self._record = delta.reason, delta.record
+            # With an adapter the server's record speaks of the base. A name of an adapter is one version.
+            self.reason, self._record = delta.reason, delta.record if self.adapter is None else None
 
     def tell(self) -> int:
         """Tell the listener what it has not heard, and return how many tokens that is."""
@@ -161,3 +184,24 @@ class Live:
             behavior_logprobs=self._logprobs[start : span.end_token].copy(),
             policy_version=span.policy_version,
         )
+
+
+class Lives(dict[str, Live]):
+    """The living requests by their ids, and who of them uses an adapter."""
+
+    def ask_for(self, name: str) -> bool:
+        """Return whether one asks for an adapter."""
+        return any(live.request.adapter == name for live in self.values())
+
+    def run_under(self, server_name: str) -> bool:
+        """Return whether the server works on one under this name of an adapter."""
+        return any(_runs_under(live, (server_name,)) for live in self.values())
+
+    def withdraw(self, server_names: Collection[str]) -> None:
+        """Mark those that run under these names of adapters as to be sent anew."""
+        for live in self.values():
+            live.withdrawn = live.withdrawn or _runs_under(live, server_names)
+
+
+def _runs_under(live: Live, server_names: Collection[str]) -> bool:
+    return live.sent_s is not None and live.adapter is not None and live.adapter.server_name in server_names

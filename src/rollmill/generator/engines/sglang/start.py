@@ -24,10 +24,11 @@ from rollmill.config.precision import resolve_dtype
 from rollmill.config.schema import GeneratorSettings
 from rollmill.errors import ConfigError, DeadlineExceeded, EngineDead, EngineError, ModelError
 from rollmill.generator.engines.meter import SecondsMeter
-from rollmill.generator.engines.remote.engine import RemoteEngine, Traits
+from rollmill.generator.engines.remote.engine import RemoteEngine
 from rollmill.generator.engines.remote.folders import own_folder
 from rollmill.generator.engines.remote.model import ServedModel
 from rollmill.generator.engines.remote.process import ServerProcess
+from rollmill.generator.engines.remote.traits import Traits
 from rollmill.generator.engines.remote.transfer import Spool
 from rollmill.generator.engines.settings import kv_dtype_bytes
 from rollmill.generator.engines.sglang.arguments import sglang_arguments, sglang_environment

@@ -65,6 +65,16 @@ def update_steps(path: str, *, policy_version: int) -> tuple[Step, ...]:
     )
 
 
+def load_adapter_step(folder: str, *, server_name: str) -> Step:
+    """Return the call that loads an adapter from a folder as PEFT writes it, under a name that is not in use."""
+    return Step(path="/v1/load_lora_adapter", body={"lora_name": server_name, "lora_path": folder})
+
+
+def unload_adapter_step(server_name: str) -> Step:
+    """Return the call after which a name is unknown; what runs under it goes on."""
+    return Step(path="/v1/unload_lora_adapter", body={"lora_name": server_name})
+
+
 def end_half_done_step() -> Step:
     """Return the call that ends an update that was begun and not finished, so that another can begin."""
     return Step(path="/finish_weight_update", body={"weight_version": "half done"})
@@ -124,6 +134,7 @@ def generate_body(request: GenerateRequest, *, server_id: str, max_tokens: int, 
     """Return the body of a generation request.
 
     Args:
+        request: its adapter, if any, by the name that the server knows.
         server_id: the id that the server knows it by.
         max_tokens: cap of the output, with the context taken into account.
         salt: separates prefix caches: a request never hits KV that was made under another one.
@@ -147,11 +158,16 @@ def generate_body(request: GenerateRequest, *, server_id: str, max_tokens: int, 
         "cache_salt": salt,
         "stream": True,
         "stream_options": {"include_usage": True},
+        **_under(request.adapter),
     }
 
 
-def score_body(token_ids: Sequence[int], *, server_id: str, salt: str) -> dict[str, Any]:
-    """Return the body of a request for the log-probs of given tokens; it goes before all others."""
+def score_body(token_ids: Sequence[int], *, server_id: str, salt: str, adapter: str = "") -> dict[str, Any]:
+    """Return the body of a request for the log-probs of given tokens; it goes before all others.
+
+    Args:
+        adapter: by the name that the server knows; empty for the base alone.
+    """
     return {
         "request_id": server_id,
         "token_ids": list(token_ids),
@@ -165,7 +181,12 @@ def score_body(token_ids: Sequence[int], *, server_id: str, salt: str) -> dict[s
         "cache_salt": salt,
         "stream": False,
         "priority": -1,
+        **_under(adapter),
     }
+
+
+def _under(adapter: str) -> dict[str, str]:
+    return {"model": adapter} if adapter else {}
 
 
 def warm_up_body() -> dict[str, Any]:

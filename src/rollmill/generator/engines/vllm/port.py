@@ -38,12 +38,14 @@ from rollmill.generator.engines.vllm.dialect import (
     abort_step,
     end_half_done_step,
     generate_body,
+    load_adapter_step,
     read_delta,
     read_error,
     read_metrics,
     read_scores,
     read_version,
     score_body,
+    unload_adapter_step,
     update_steps,
 )
 from rollmill.generator.engines.vllm.unix_socket import client_of, listens
@@ -177,9 +179,21 @@ class VllmPort:
 
     async def score(self, token_ids: Sequence[int], *, server_id: str) -> np.ndarray:
         """Return float32 [n - 1] log-probs under temperature 1, by a fresh prefill, before whatever waits."""
-        body = score_body(token_ids, server_id=server_id, salt=f"score.{server_id}")
+        return await self.score_with(token_ids, server_id=server_id, server_name="")
+
+    async def score_with(self, token_ids: Sequence[int], *, server_id: str, server_name: str) -> np.ndarray:
+        """Return the same of the base with an adapter."""
+        body = score_body(token_ids, server_id=server_id, salt=f"score.{server_id}", adapter=server_name)
         reply = await self._ask(Step(path=GENERATE, body=body))
         return read_scores(reply, token_ids=token_ids, server_id=server_id)
+
+    async def load_adapter(self, folder: Path, *, server_name: str) -> None:
+        """Load an adapter under a name that was never used before, see the port's protocol."""
+        await self._ask(load_adapter_step(str(folder), server_name=server_name))
+
+    async def unload_adapter(self, server_name: str) -> None:
+        """Let go of a name, see the port's protocol."""
+        await self._ask(unload_adapter_step(server_name))
 
     def look(self) -> None:
         """Bring the figures up to date soon."""

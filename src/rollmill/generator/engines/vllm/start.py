@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,10 +21,13 @@ from rollmill.config.precision import resolve_dtype
 from rollmill.config.schema import GeneratorSettings
 from rollmill.errors import DeadlineExceeded, EngineDead, EngineError
 from rollmill.generator.engines.meter import SecondsMeter
-from rollmill.generator.engines.remote.engine import RemoteEngine, Traits
+from rollmill.generator.engines.protocol import ADAPTERS
+from rollmill.generator.engines.remote.engine import RemoteEngine
 from rollmill.generator.engines.remote.model import ServedModel
+from rollmill.generator.engines.remote.peft_folders import lora_targets
 from rollmill.generator.engines.remote.process import ServerProcess
-from rollmill.generator.engines.remote.transfer import Spool
+from rollmill.generator.engines.remote.traits import Traits
+from rollmill.generator.engines.remote.transfer import Spool, layout_of
 from rollmill.generator.engines.settings import TRANSPORT, kv_dtype_bytes, vllm_arguments, vllm_environment
 from rollmill.generator.engines.vllm.dialect import (
     GENERATE,
@@ -99,7 +102,7 @@ def start_vllm(
     meter = SecondsMeter(clock, cause="startup")
     model = ServedModel.read(path)
     settings = settings.model_copy(update={"max_model_len": min(settings.max_model_len, model.max_positions)})
-    launched = launch(path, settings, model=model, log=log)
+    launched = launch(path, settings, model=model, log=log, lora_targets=lora_targets(layout_of(tensors)))
     deadline_s = settings.vllm.start_deadline_s
     return bring_up(
         launched.process,
@@ -123,11 +126,19 @@ class Launched:
     socket: Path
 
 
-def launch(path: str | Path, settings: GeneratorSettings, *, model: ServedModel, log: Path | None) -> Launched:
+def launch(
+    path: str | Path,
+    settings: GeneratorSettings,
+    *,
+    model: ServedModel,
+    log: Path | None,
+    lora_targets: Sequence[str] = (),
+) -> Launched:
     """Start the server process; it is not ready yet.
 
     Args:
         settings: with `max_model_len` that the model can do.
+        lora_targets: linear layers that adapters may change, where it has places for them.
 
     Raises:
         ConfigError: if its environment or a setting cannot be used.
@@ -137,7 +148,14 @@ def launch(path: str | Path, settings: GeneratorSettings, *, model: ServedModel,
     folder = server_folder(entry_point=TRANSPORT)
     socket = socket_in(folder)
     try:
-        arguments = vllm_arguments(settings, model=str(path), socket=str(socket), device=device_of(python), kv=model.kv)
+        arguments = vllm_arguments(
+            settings,
+            model=str(path),
+            socket=str(socket),
+            device=device_of(python),
+            kv=model.kv,
+            lora_targets=lora_targets,
+        )
         process = ServerProcess(
             product=PRODUCT,
             section=SECTION,
@@ -197,11 +215,13 @@ def bring_up(
         spool=spool,
         clock=clock,
         meter=meter,
+        adapter_port=port if settings.max_loras else None,
     )
 
 
 def traits_of(settings: GeneratorSettings, *, model: ServedModel) -> Traits:
     """Return what a vLLM engine with these settings is."""
+    more = [*(["prefix_cache"] if settings.enable_prefix_caching else []), *([ADAPTERS] if settings.max_loras else [])]
     return Traits(
         kind="vllm",
         product=PRODUCT,
@@ -211,10 +231,12 @@ def traits_of(settings: GeneratorSettings, *, model: ServedModel) -> Traits:
         max_model_len=settings.max_model_len,
         max_num_seqs=settings.max_num_seqs,
         kv_bytes_per_token=(0 if model.kv is None else model.kv.bytes_per_token(dtype_bytes=kv_dtype_bytes(settings))),
-        capabilities=(*CAPABILITIES, "prefix_cache") if settings.enable_prefix_caching else CAPABILITIES,
+        capabilities=(*CAPABILITIES, *more),
         # Members find the first one's blocks even in the same step.
         waits_for_siblings=False,
         patience_s=settings.vllm.control_deadline_s,
+        max_loras=settings.max_loras or 0,
+        max_lora_rank=settings.max_lora_rank,
     )
 
 

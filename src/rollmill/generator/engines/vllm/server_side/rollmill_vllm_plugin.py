@@ -6,6 +6,7 @@ through vLLM's public factory for weight transports, and found by its entry poin
 control routes (/start_weight_update, /update_weights, /finish_weight_update) stay vLLM's own.
 """
 
+import contextlib
 import ctypes
 import multiprocessing
 import os
@@ -61,9 +62,10 @@ def register():
 
             with safe_open(update_info.path, framework="pt") as opened:
                 names = sorted(opened.keys(), key=_by_layer)
-                initialize_layerwise_reload(self.model)
-                self._reloading = True
-                self.model.load_weights((name, opened.get_tensor(name)) for name in names)
+                with self._without_wrappers():
+                    initialize_layerwise_reload(self.model)
+                    self._reloading = True
+                    self.model.load_weights((name, opened.get_tensor(name)) for name in names)
 
         def finish_weight_update(self):
             """Pack the weights for the kernels, and what vLLM forgets."""
@@ -71,18 +73,47 @@ def register():
 
             if not self._reloading:
                 return
-            finalize_layerwise_reload(self.model, self.model_config)
-            self._reloading = False
-            _repack_tied_heads(self.model)
+            with self._without_wrappers():
+                finalize_layerwise_reload(self.model, self.model_config)
+                self._reloading = False
+                _repack_tied_heads(self.model)
             _synchronise(self.device)
 
         def shutdown(self):
             """Nothing is held."""
 
+        def _without_wrappers(self):
+            served = self.vllm_config.lora_config is not None
+            return _without_wrappers(self.model) if served else contextlib.nullcontext()
+
     try:
         WeightTransferEngineFactory.register_engine("rollmill_file", FileTransport)
     except ValueError:  # registered already: plugins may be loaded more than once
         return
+
+
+@contextlib.contextmanager
+def _without_wrappers(model):
+    """Put each layer in the place of its wrapper, for as long as weights are loaded.
+
+    A server that serves adapters wraps the layers that they change. A wrapped layer's weights have another name
+    (`q_proj.base_layer.weight`), which the models' own loaders and vLLM's record of what a reload restores do not know.
+    """
+    from vllm.lora.layers import BaseLayerWithLoRA
+
+    places = [
+        (parent, name, child)
+        for parent in model.modules()
+        for name, child in parent._modules.items()
+        if isinstance(child, BaseLayerWithLoRA)
+    ]
+    for parent, name, wrapper in places:
+        setattr(parent, name, wrapper.base_layer)
+    try:
+        yield
+    finally:
+        for parent, name, wrapper in places:
+            setattr(parent, name, wrapper)
 
 
 def _by_layer(name):

@@ -8,14 +8,36 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
+from typing import Generic, Protocol, TypeVar
 
 from rollmill.errors import EngineError, ModelError, Overloaded, WeightMismatch
-from rollmill.generator.engines.embedded.low_rank import ServedAdapter
 
 _RETRY_S = 1.0
 
 
-class Shelf:
+class Shelved(Protocol):
+    """One version of an adapter, as far as the shelf looks at it."""
+
+    @property
+    def name(self) -> str:
+        """Under which requests ask for it."""
+        ...
+
+    @property
+    def policy_version(self) -> int:
+        """Publication number in its own repository."""
+        ...
+
+    @property
+    def digest(self) -> str:
+        """Of the publication."""
+        ...
+
+
+A = TypeVar("A", bound=Shelved)
+
+
+class Shelf(Generic[A]):
     """Adapters by name, least recently asked for first.
 
     Args:
@@ -27,13 +49,13 @@ class Shelf:
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
-        self.loaded: tuple[ServedAdapter, ...] = ()
-        self._by_use: OrderedDict[str, ServedAdapter] = OrderedDict()
+        self.loaded: tuple[A, ...] = ()
+        self._by_use: OrderedDict[str, A] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._by_use)
 
-    def ask(self, name: str) -> ServedAdapter | None:
+    def ask(self, name: str) -> A | None:
         """Return an adapter for a request, which makes it the most recently asked for; `None` for the base.
 
         Raises:
@@ -48,11 +70,11 @@ class Shelf:
         self._by_use.move_to_end(name)
         return adapter
 
-    def served(self, name: str) -> ServedAdapter | None:
+    def served(self, name: str) -> A | None:
         """Return the version of a name that is served, which a living request relies on; `None` for the base."""
         return self._by_use[name] if name else None
 
-    def is_there(self, adapter: ServedAdapter) -> bool:
+    def is_there(self, adapter: A) -> bool:
         """Return whether this very version is served, so that putting it again changes nothing.
 
         Raises:
@@ -89,7 +111,7 @@ class Shelf:
                 "start a replica for the new base"
             )
 
-    def put(self, adapter: ServedAdapter, *, in_use: Callable[[str], bool]) -> list[ServedAdapter]:
+    def put(self, adapter: A, *, in_use: Callable[[str], bool]) -> list[A]:
         """Serve an adapter, and return those that are not served any more: its older version, and who had to go.
 
         Args:
@@ -98,7 +120,7 @@ class Shelf:
         Raises:
             Overloaded: if there is no place, because requests use all others.
         """
-        gone: list[ServedAdapter] = []
+        gone: list[A] = []
         older = self._by_use.get(adapter.name)
         if older is not None:
             gone.append(older)
@@ -116,7 +138,7 @@ class Shelf:
         self.loaded = (*(one for one in self.loaded if one not in gone), adapter)
         return gone
 
-    def drop(self, name: str, *, in_use: Callable[[str], bool]) -> ServedAdapter | None:
+    def drop(self, name: str, *, in_use: Callable[[str], bool]) -> A | None:
         """Serve a name no longer; return what was served, or `None` if nothing was.
 
         Raises:
