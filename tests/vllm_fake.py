@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
+from safetensors import safe_open
+
 VOCABULARY = 96
 STALE = 0.5
 
@@ -41,6 +43,7 @@ class _Request:
         self.kv_label: str | None = None
         self.cached = 0
         self.reason: str | None = None
+        self.folder: Path | None = None
         self.news = asyncio.Event()
 
     def tell(self) -> None:
@@ -66,6 +69,7 @@ class FakeVllm:
         fail: path -> status that its next call gets.
         hang: paths that are never answered.
         lose_labels: whether replies come without their versions.
+        adapters: name -> folder; what is sampled under one tells the first number in it as its version.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -79,6 +83,7 @@ class FakeVllm:
         self.lose_labels = False
         self.label = "default"
         self.loaded: list[str] = []
+        self.adapters: dict[str, Path] = {}
         self.stopped = 0
         self._dead = ""
         self._pause: str | None = None
@@ -213,7 +218,7 @@ class FakeVllm:
         if not request.starts or request.starts[-1][0] != self.label:
             request.starts.append((self.label, index))
         request.tokens.append(token_of(request.prompt, index))
-        version = int(self.label) if self.label.isdigit() else 0
+        version = self._version_of(request)
         stale = request.kv_label != self.label
         request.logprobs.append(logprob_of(version, index, stale=stale))
         self._totals["generation_tokens"] += 1
@@ -223,8 +228,13 @@ class FakeVllm:
             request.reason = "length"
         request.tell()
 
+    def _version_of(self, request: _Request) -> int:
+        if request.folder is not None:  # the real one reads it again when it had to make room
+            return round(float(_first_number(request.folder / "adapter_model.safetensors")))
+        return int(self.label) if self.label.isdigit() else 0
+
     def _prefill(self, request: _Request) -> None:
-        key = (request.body.get("cache_salt", ""), tuple(request.prompt))
+        key = (request.body.get("cache_salt", "") + str(request.folder), tuple(request.prompt))
         held = None if "prompt_logprobs" in request.params else self._kv.get(key)
         request.kv_label = self.label if held is None else held
         request.cached = 0 if held is None else len(request.prompt) - 1
@@ -291,7 +301,19 @@ class FakeVllm:
             self._updating, self.label = False, body["weight_version"]
         elif path == "/weight_info":
             return 200, {"weight_version": self.label}
+        elif path == "/v1/load_lora_adapter":
+            return self._load_adapter(body["lora_name"], Path(body["lora_path"]))
+        elif path == "/v1/unload_lora_adapter" and self.adapters.pop(body["lora_name"], None) is None:
+            return 404, {"error": {"message": f"The lora adapter '{body['lora_name']}' cannot be found."}}
         self._note()
+        return 200, {"status": "ok"}
+
+    def _load_adapter(self, name: str, folder: Path) -> tuple[int, Any]:
+        if name in self.adapters:
+            return 400, {"error": {"message": f"The lora adapter '{name}' has already been loaded."}}
+        if not (folder / "adapter_config.json").is_file():
+            return 404, {"error": {"message": f"No adapter found for {name}"}}
+        self.adapters[name] = folder
         return 200, {"status": "ok"}
 
     async def _do_pause(self, mode: str, *, clear: bool) -> tuple[int, Any]:
@@ -314,7 +336,11 @@ class FakeVllm:
 
     async def _generate(self, body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
         name = f"generate-tokens-{body['request_id']}"
+        if "model" in body and body["model"] not in self.adapters:
+            _send(writer, 404, {"error": {"message": f"The model `{body['model']}` does not exist."}})
+            return
         request = self._requests[name] = _Request(body)
+        request.folder = self.adapters.get(body.get("model", ""))
         self._note()
         try:
             if body.get("stream"):
@@ -329,7 +355,7 @@ class FakeVllm:
     def _reply(self, request: _Request) -> dict[str, Any]:
         reply: dict[str, Any] = {"choices": [self._choice(request, 0, last=True)], "usage": _usage(request)}
         if "prompt_logprobs" in request.params:
-            version = int(self.label) if self.label.isdigit() else 0
+            version = self._version_of(request)
             reply["prompt_logprobs"] = [
                 None,
                 *({str(token): {"logprob": -version / 10, "rank": 1}} for token in request.prompt[1:]),
@@ -366,6 +392,11 @@ class FakeVllm:
         lines += [f'vllm:num_requests_running{{engine="0"}} {len(self.running)}.0']
         lines += ['vllm:cache_config_info{block_size="32",num_gpu_blocks="10"} 1.0', "vllm:kv_cache_usage_perc 0.25"]
         return "# HELP of it\n" + "\n".join(lines) + "\n"
+
+
+def _first_number(file: Path) -> float:
+    with safe_open(file, framework="np") as opened:
+        return float(opened.get_tensor(sorted(opened.keys())[0]).flat[0])
 
 
 async def _head(reader: asyncio.StreamReader) -> tuple[str, str, int] | None:

@@ -10,7 +10,7 @@ import click
 from rollmill.cli.output import json_option, show
 
 if TYPE_CHECKING:
-    from rollmill.config.disaggregation_plan import Server, SplitPlan
+    from rollmill.generator.engines.vllm.split import Server, SplitPlan
 
 
 @click.command("disaggregate")
@@ -23,8 +23,8 @@ def disaggregate_command(split_path: str, as_json: bool) -> None:
     started.
     """
     from rollmill.config.disaggregation import load_split
-    from rollmill.config.disaggregation_plan import SplitModel, plan_split
     from rollmill.errors import ConfigError
+    from rollmill.generator.engines.vllm.split import SplitModel, plan_split
     from rollmill.weights.inspection import inspect
 
     settings = load_split(split_path)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from pathlib import Path
+from typing import Literal
 
 import click
 
 from rollmill.cli.output import json_option, show
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 @click.group("engine")
@@ -52,3 +50,21 @@ def install_command(engine: str, device: Literal["cpu", "cuda"] | None, as_json:
     python: Path = install(device=device)
     record = {"engine": engine, "python": str(python)}
     show(record, text=f"{engine} is ready: {python}", as_json=as_json)
+
+
+@engine_group.command("plugin")
+@click.argument("folder", type=click.Path(path_type=Path))
+@json_option
+def plugin_command(folder: Path, as_json: bool) -> None:
+    """Write vLLM's transport for weights into FOLDER, a new one, for servers that `rollmill disaggregate` prints.
+
+    Servers of a replica of Rollmill's own have it without this.
+    """
+    from rollmill.errors import ConfigError
+    from rollmill.generator.engines.settings import TRANSPORT
+    from rollmill.generator.engines.vllm.plugin import write_plugin
+
+    if folder.exists():
+        raise ConfigError(f"{folder} exists; name a new folder, or remove it first: it may hold an older transport")
+    write_plugin(folder, entry_point=TRANSPORT)
+    show({"folder": str(folder)}, text=f"vLLM's transport for weights is in {folder}", as_json=as_json)

@@ -1,7 +1,7 @@
 """Prefill and decode on separate vLLM servers: the split as typed settings. Pure; no vLLM, no torch.
 
-What a split turns into, and what makes one impossible, is in `rollmill.config.disaggregation_plan`. Prefill and decode
-exchange KV through vLLM's NixlConnector, which moves memory of GPUs: on a CPU the split is refused.
+What a split turns into, and what makes one impossible, is in `rollmill.generator.engines.vllm.split`. Prefill and
+decode exchange KV through vLLM's NixlConnector, which moves memory of GPUs: on a CPU the split is refused.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from rollmill.config.load import read_toml
 from rollmill.config.section import Section, knob
 from rollmill.errors import ConfigError
 
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1}
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "fp8": 1}
 
 
 class RoleSettings(Section):
@@ -38,9 +38,9 @@ class RoleSettings(Section):
     max_num_seqs: int = knob(
         64, unit="sequences", raising="larger batches", lowering="shorter steps, fewer preemptions", ge=1
     )
-    """Sequences in one step."""
+    """Sequences in one step; a server gets one more, for scores."""
     max_num_batched_tokens: int = knob(
-        8192, unit="tokens", raising="faster prefill, longer steps", lowering="shorter steps", ge=1
+        8192, unit="tokens", raising="faster prefill, longer steps", lowering="shorter steps", ge=16
     )
     """Tokens in one step."""
     block_size: int = knob(
@@ -71,9 +71,14 @@ class SplitSettings(Section):
     """Model directory, at the same path on every host, or a hub name that every host can fetch."""
     device: Literal["cuda", "cpu"] = knob("cuda")
     """What the servers run on. `cpu` is refused, with the reason."""
-    dtype: Literal["bfloat16", "float16", "float32"] = knob("bfloat16")
+    python: str = knob("python")
+    """Interpreter of the environment that holds vLLM, at the same path on every host."""
+    plugin_folder: str = knob("/opt/rollmill/vllm-plugin")
+    """Folder that holds the servers' transport for weights, at the same path on every host; `rollmill engine plugin`
+    writes it."""
+    dtype: Literal["bfloat16", "float32"] = knob("bfloat16")
     """Serving precision of both sides: KV can only be exchanged between equal ones."""
-    kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3", "fp8_e5m2"] = knob("auto")
+    kv_cache_dtype: Literal["auto", "bfloat16", "fp8"] = knob("auto")
     """Precision of the KV of both sides; `auto` is the serving precision."""
     max_model_len: int = knob(
         8192, unit="tokens", raising="longer prompts and answers", lowering="more sequences in the same memory", ge=8

@@ -18,7 +18,9 @@ SHAPE = KvShape(layers=2, kv_heads=1, head_dim=32)
 
 def arguments(device: Any = "cpu", kv: KvShape | None = SHAPE, **settings: Any) -> list[str]:
     base = {"engine": "vllm", "dtype": "float32", "max_num_seqs": 7, "max_model_len": 64}
-    return vllm_arguments(GeneratorSettings(**{**base, **settings}), model="/m", socket="/s", device=device, kv=kv)
+    return vllm_arguments(
+        GeneratorSettings(**{**base, **settings}), model="/m", listen={"--uds": "/s"}, device=device, kv=kv
+    )
 
 
 def value(flags: list[str], name: str) -> str:
@@ -61,11 +63,14 @@ def test_every_setting_that_vllm_is_said_to_obey_changes_what_the_server_is_told
         "tensor_parallel_size": 2,
         "data_parallel_size": 2,
         "enable_expert_parallel": True,
+        "max_loras": 2,
+        "max_lora_rank": 64,
         "vllm": VllmSettings(enforce_eager=True, arguments=("--seed", "1")),
     }
     assert set(changed) == {name for name, engines in OBEYED_BY.items() if "vllm" in engines}
     for name, given in changed.items():
-        assert arguments("cuda", **{name: given}) != arguments("cuda"), name
+        with_places = {"max_loras": 1} if name == "max_lora_rank" else {}
+        assert arguments("cuda", **with_places, **{name: given}) != arguments("cuda", **with_places), name
 
 
 def test_a_cpu_gets_memory_for_all_its_sequences_and_a_gpu_what_its_share_leaves():
@@ -96,6 +101,26 @@ def test_log_probs_are_those_of_the_behaviour_policy_and_weights_come_through_ou
 def test_what_rollmill_sets_cannot_be_set_twice(argument):
     with pytest.raises(ConfigError, match="which Rollmill sets itself"):
         arguments(vllm=VllmSettings(arguments=(argument,)))
+
+
+def test_a_server_for_adapters_has_room_for_what_is_served_what_is_left_and_what_is_proven():
+    made = vllm_arguments(
+        GeneratorSettings(engine="vllm", max_loras=2, max_lora_rank=20),
+        model="/m",
+        listen={"--uds": "/s"},
+        device="cpu",
+        kv=SHAPE,
+        lora_targets=("o_proj", "q_proj"),
+    )
+    assert "--enable-lora" in made
+    assert (value(made, "--max-loras"), value(made, "--max-lora-rank")) == ("5", "32")  # vLLM has ranks of its own
+    assert made[made.index("--lora-target-modules") :] == ["--lora-target-modules", "o_proj", "q_proj"]
+    with pytest.raises(ConfigError, match="max_lora_rank is 513, and vLLM takes adapters of rank 512 at most"):
+        arguments(max_loras=1, max_lora_rank=513)
+    variables = vllm_environment(GeneratorSettings(max_loras=1), base={}, plugin="/plugin")
+    assert variables["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "1"
+    assert not any("LORA" in name for name in vllm_environment(GeneratorSettings(), base={}, plugin="/plugin"))
+    assert not any("lora" in flag for flag in arguments(max_loras=0))
 
 
 def test_further_arguments_are_passed_on_as_they_are():

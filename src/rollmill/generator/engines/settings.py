@@ -75,21 +75,23 @@ def vllm_arguments(
     settings: GeneratorSettings,
     *,
     model: str,
-    socket: str,
+    listen: Mapping[str, str | int],
     device: Device,
     kv: KvShape | None,
     lora_targets: Sequence[str] = (),
+    more: Mapping[str, str | int] | None = None,
 ) -> list[str]:
     """Return the arguments of a vLLM server that obeys these settings.
 
     Args:
         settings: checked; see `rollmill.config.engines` for what is refused.
         model: folder of the model; its weights are not read, they come through the weight transport.
-        socket: path of the Unix socket to listen on.
+        listen: flags that say where it listens, with their values: `{"--uds": path}`.
         device: what the server's build computes on.
         kv: of the model; needed where keys and values are sized here: on a CPU, without `kv_cache_memory_bytes`.
         lora_targets: linear layers that adapters may change, by the last part of their names; needed with places for
             adapters. Without them the server would set memory aside for the whole vocabulary too.
+        more: further flags with their values, which `generator.vllm.arguments` may not set either.
 
     Raises:
         ConfigError: if `generator.vllm.arguments` sets what is set here, or a setting is beyond what vLLM can do.
@@ -98,7 +100,7 @@ def vllm_arguments(
         >>> shape = KvShape(layers=2, kv_heads=1, head_dim=32)
         >>> arguments = vllm_arguments(
         ...     GeneratorSettings(max_num_seqs=7, max_model_len=64, dtype="float32"),
-        ...     model="/m", socket="/s", device="cpu", kv=shape,
+        ...     model="/m", listen={"--uds": "/s"}, device="cpu", kv=shape,
         ... )
         >>> arguments[arguments.index("--max-num-seqs") + 1]
         '8'
@@ -107,7 +109,7 @@ def vllm_arguments(
     """
     valued: dict[str, str | int | float] = {
         "--model": model,
-        "--uds": socket,
+        **listen,
         "--load-format": "dummy",
         "--dtype": resolve_dtype(settings.dtype),
         "--max-model-len": settings.max_model_len,
@@ -135,6 +137,7 @@ def vllm_arguments(
         valued["--kv-cache-memory-bytes"] = kv_bytes
     if settings.max_loras:
         valued |= _lora_places(settings)
+    valued |= more or {}
     eager = settings.vllm.enforce_eager
     switches = {
         "--tokens-only": True,
@@ -217,6 +220,7 @@ def kv_dtype_bytes(settings: GeneratorSettings) -> int:
 
 _KEPT_BACK = frozenset(
     {
+        "--uds",
         "--host",
         "--port",
         "--api-key",

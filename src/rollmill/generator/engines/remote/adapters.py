@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import secrets
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -106,7 +107,7 @@ class RemoteDesk:
         self._score_by, self._refuse_if_unfit, self._note_change = score_by, refuse_if_unfit, note_change
         self._max_rank = max_lora_rank
         self._folders = PeftFolders()
-        self._numbers = itertools.count(1)
+        self._family, self._numbers = secrets.token_hex(4), itertools.count(1)
         self._staged: dict[str, RemoteAdapter] = {}
         self._leaving: list[RemoteAdapter] = []
 
@@ -146,7 +147,7 @@ class RemoteDesk:
             name=name,
             policy_version=policy_version,
             digest=digest,
-            server_name=f"{name}.{policy_version}.{next(self._numbers)}",
+            server_name=f"{name}.{policy_version}.{self._family}{next(self._numbers)}",
             folder=folder,
         )
         try:

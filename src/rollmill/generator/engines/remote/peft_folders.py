@@ -53,9 +53,7 @@ def check_fits(tensors: Mapping[str, torch.Tensor], *, name: str, settings: Adap
     for module, down, up in pairs(tensors, rank=settings.rank):
         shape, wanted = (up.shape[0], down.shape[1]), matrices.get(module)
         if shape != wanted:
-            have = (
-                "no linear layer of that name in its blocks" if wanted is None else f"one of {wanted[0]} x {wanted[1]}"
-            )
+            have = "no such linear layer in its blocks" if wanted is None else f"one of {wanted[0]} x {wanted[1]}"
             raise WeightError(
                 f"adapter {name!r} changes {module} by a matrix of {shape[0]} x {shape[1]}, and the model that is "
                 f"served has {have}: it belongs to another model"

@@ -41,13 +41,11 @@ from rollmill.generator.engines.vllm.dialect import (
 from rollmill.generator.engines.vllm.environment import device_of, find_python
 from rollmill.generator.engines.vllm.plugin import plugin_in, server_folder, socket_in
 from rollmill.generator.engines.vllm.port import PRODUCT, SECTION, Server, VllmPort
+from rollmill.generator.engines.vllm.split import MODULE
 from rollmill.generator.engines.vllm.unix_socket import client_of, listens
 
 if TYPE_CHECKING:
     import torch
-
-MODULE = "vllm.entrypoints.openai.api_server"
-"""Not the command `vllm`: the CPU build is another distribution, and the command asks for the one called vllm."""
 
 CAPABILITIES = (
     "abort",
@@ -151,7 +149,7 @@ def launch(
         arguments = vllm_arguments(
             settings,
             model=str(path),
-            socket=str(socket),
+            listen={"--uds": str(socket)},
             device=device_of(python),
             kv=model.kv,
             lora_targets=lora_targets,

@@ -1,7 +1,9 @@
 """What a split of prefill and decode turns into: one command per server, checked for ranks, memory and ports. Pure.
 
-The rules are those that vLLM's NixlConnector checks when two servers first meet, plus arithmetic of memory and ports,
-so that a split fails here in a second instead of there after minutes of loading.
+The commands are those of a replica's own server, by the same function, so that such a server takes weights in the same
+way and answers the same token interface: only where it listens differs, and that it exchanges KV. The rules are those
+that vLLM's NixlConnector checks when two servers first meet, plus arithmetic of memory and ports, so that a split fails
+here in a second instead of there after minutes of loading.
 """
 
 from __future__ import annotations
@@ -14,9 +16,13 @@ from typing import Literal
 import msgspec
 
 from rollmill.config.disaggregation import DTYPE_BYTES, RoleSettings, SplitSettings
+from rollmill.config.schema import GeneratorSettings
 from rollmill.errors import ConfigError
+from rollmill.generator.engines.settings import vllm_arguments, vllm_environment
 
 GB = 1e9
+MODULE = "vllm.entrypoints.openai.api_server"
+"""Not the command `vllm`: the CPU build is another distribution, and the command asks for the one called vllm."""
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 Role = Literal["prefill", "decode"]
 
@@ -258,14 +264,17 @@ def _server(
         gpus=devices,
         http_port=http,
         side_channel_ports=side,
-        environment=_environment(settings, devices=devices, host=host, side_channel=side[0]),
+        environment=_environment(settings, own, devices=devices, host=host, side_channel=side[0]),
         command=_command(settings, role, own, host=host, http_port=http),
         kv_capacity_tokens=own.data_parallel_size * kv_capacity_tokens(settings, own, model=model),
     )
 
 
-def _environment(settings: SplitSettings, *, devices: tuple[int, ...], host: str, side_channel: int) -> dict[str, str]:
+def _environment(
+    settings: SplitSettings, own: RoleSettings, *, devices: tuple[int, ...], host: str, side_channel: int
+) -> dict[str, str]:
     environment = {
+        **vllm_environment(_as_replica(settings, own), base={}, plugin=settings.plugin_folder),
         "CUDA_VISIBLE_DEVICES": ",".join(map(str, devices)),
         "VLLM_NIXL_SIDE_CHANNEL_HOST": host,
         # vLLM adds the data-parallel rank.
@@ -284,24 +293,30 @@ def _command(settings: SplitSettings, role: Role, own: RoleSettings, *, host: st
         "kv_load_failure_policy": settings.kv_load_failure_policy,
         "kv_connector_extra_config": {"kv_lease_duration": settings.kv_lease_s},
     }
-    options = {
-        "host": host,
-        "port": http_port,
-        "dtype": settings.dtype,
-        "kv-cache-dtype": settings.kv_cache_dtype,
-        "max-model-len": settings.max_model_len,
-        "tensor-parallel-size": own.tensor_parallel_size,
-        "data-parallel-size": own.data_parallel_size,
-        "gpu-memory-utilization": own.gpu_memory_utilization,
-        "max-num-seqs": own.max_num_seqs,
-        "max-num-batched-tokens": own.max_num_batched_tokens,
-        "block-size": own.block_size,
-        # Rollouts need the log-probs of the distribution that was sampled from.
-        "logprobs-mode": "processed_logprobs",
-        "kv-transfer-config": json.dumps(transfer),
-    }
-    flags = [part for name, value in options.items() for part in (f"--{name}", str(value))]
-    return ("vllm", "serve", settings.model, *flags)
+    arguments = vllm_arguments(
+        _as_replica(settings, own),
+        model=settings.model,
+        listen={"--host": host, "--port": http_port},
+        device="cuda",
+        kv=None,
+        more={"--block-size": own.block_size, "--kv-transfer-config": json.dumps(transfer)},
+    )
+    return (settings.python, "-m", MODULE, *arguments)
+
+
+def _as_replica(settings: SplitSettings, own: RoleSettings) -> GeneratorSettings:
+    """Return the settings of a replica whose server has this side's numbers."""
+    return GeneratorSettings(
+        engine="vllm",
+        dtype=settings.dtype,
+        kv_cache_dtype=settings.kv_cache_dtype,
+        max_model_len=settings.max_model_len,
+        max_num_seqs=own.max_num_seqs,
+        max_num_batched_tokens=own.max_num_batched_tokens,
+        tensor_parallel_size=own.tensor_parallel_size,
+        data_parallel_size=own.data_parallel_size,
+        gpu_memory_utilization=own.gpu_memory_utilization,
+    )
 
 
 def _router(settings: SplitSettings, servers: tuple[Server, ...]) -> tuple[str, ...]:
@@ -322,12 +337,17 @@ def _notes(settings: SplitSettings, servers: tuple[Server, ...]) -> Iterator[str
                 f"{settings.max_model_len}, while max_num_seqs is {role.max_num_seqs}. Longer ones will be preempted"
             )
     yield (
+        f"every host needs Rollmill's transport for weights in {settings.plugin_folder}: `rollmill engine plugin "
+        f"{settings.plugin_folder}` writes it. The servers start without weights, and serve once the first were loaded "
+        "from a file that each of them can read under the same path"
+    )
+    yield (
         "before weights are updated, pause the prefill servers, then the decode servers, update all, and resume in the "
         "opposite order: a prompt that was computed before and fetched after would mix two versions"
     )
     if any(server.host not in LOOPBACK for server in servers):
         yield (
-            "vLLM's servers and their side channels ask for no token: keep their ports inside a network that only the "
-            "router and the generator reach"
+            "vLLM's servers, the routes that change their weights, and their side channels ask for no token: keep "
+            "their ports inside a network that only the router and the generator reach"
         )
     yield "control calls (pause, update, abort) go to every server directly: the router passes them to one in turn"

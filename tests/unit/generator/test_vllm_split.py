@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 
 from rollmill.config.disaggregation import SplitSettings, load_split
-from rollmill.config.disaggregation_plan import SplitModel, kv_bytes_per_token, kv_capacity_tokens, plan_split
+from rollmill.config.schema import GeneratorSettings
 from rollmill.errors import ConfigError
+from rollmill.generator.engines.settings import vllm_arguments
+from rollmill.generator.engines.vllm.split import SplitModel, kv_bytes_per_token, kv_capacity_tokens, plan_split
 
 # 8 billion parameters, 32 layers, 32 heads, 8 kv heads of 128.
 MODEL = SplitModel(parameters=8_000_000_000, layers=32, heads=32, kv_heads=8, head_dim=128, max_positions=131_072)
@@ -74,6 +76,29 @@ def test_both_sides_get_the_roles_of_one_connector_and_their_own_side_channel():
     assert "VLLM_KV_CACHE_LAYOUT" not in decode.environment
 
 
+def test_each_server_is_a_replicas_own_with_another_place_to_listen_and_kv_to_exchange():
+    plan = plan_split(split(python="/venv/bin/python", decode={"max_num_seqs": 9}), model=MODEL)
+    replica = GeneratorSettings(
+        engine="vllm", dtype="bfloat16", max_model_len=8192, max_num_seqs=9, max_num_batched_tokens=8192
+    )
+    own = vllm_arguments(replica, model="/models/m", listen={"--uds": "/s"}, device="cuda", kv=None)
+    server = plan.servers[-1]
+    assert server.command[:3] == ("/venv/bin/python", "-m", "vllm.entrypoints.openai.api_server")
+    flags = list(server.command[3:])
+    for name in ("--host", "--port", "--block-size", "--kv-transfer-config"):
+        at = flags.index(name)
+        del flags[at : at + 2]
+    at = own.index("--uds")
+    del own[at : at + 2]
+    assert flags == own
+    # What weights need to get in, and tokens out.
+    assert {"--tokens-only", "--weight-transfer-config", "--load-format"} <= set(flags)
+    assert server.environment["PYTHONPATH"] == "/opt/rollmill/vllm-plugin"
+    assert server.environment["VLLM_SERVER_DEV_MODE"] == "1"
+    assert server.environment["VLLM_PLUGINS"] == "rollmill_file"
+    assert any("rollmill engine plugin /opt/rollmill/vllm-plugin" in note for note in plan.notes)
+
+
 def test_ranks_of_different_width_ask_for_heads_that_lie_together():
     plan = plan_split(split(decode={"tensor_parallel_size": 2}), model=MODEL)
     assert {server.environment["VLLM_KV_CACHE_LAYOUT"] for server in plan.servers} == {"HND"}
@@ -107,7 +132,7 @@ def test_the_kv_capacity_is_memory_less_weights_and_activations():
         ({"prefill": {"block_size": 32}, "decode": {"block_size": 16}}, "block_size is 32 for prefill and 16"),
         ({"decode": {"tensor_parallel_size": 3}}, "3 does not divide the model's 32 attention heads"),
         ({"max_model_len": 200_000}, "longer than the model's 131072 positions"),
-        ({"decode": {"max_num_batched_tokens": 8, "max_num_seqs": 9}}, "less than one token for each"),
+        ({"decode": {"max_num_batched_tokens": 16, "max_num_seqs": 17}}, "less than one token for each"),
         ({"gpu_memory_gb": 23.0}, "prefill: of 20.7 GB per GPU (0.9 of 23) weights take 16.0 and activations 4"),
         ({"gpus_per_host": 1}, "host 127.0.0.1 would need 2 GPUs and has 1"),
         ({"decode": {"tensor_parallel_size": 16}}, "a decode server needs 16 GPUs"),
