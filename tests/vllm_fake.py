@@ -292,9 +292,10 @@ class FakeVllm:
                 self._dead = "RuntimeError: Tensor on device meta is not on the expected device cpu!"
             self._updating = True
         elif path == "/update_weights":
-            if not os.path.exists(body["update_info"]["path"]):  # noqa: ASYNC240
+            info = body["update_info"]
+            if "path" in info and not os.path.exists(info["path"]):  # noqa: ASYNC240
                 return 500, {"error": {"message": "No such file"}}
-            self.loaded.append(body["update_info"]["path"])
+            self.loaded.append(info.get("path", "nccl"))
         elif path == "/finish_weight_update":
             if not self._updating:
                 return 500, {"error": {"message": "finish_weight_update called without start"}}

@@ -141,6 +141,17 @@ class VllmSettings(Section):
         1.0, unit="s", raising="older figures of load", lowering="fresher figures, a little work for the server", gt=0
     )
     """Time between two looks at the server's metrics and health."""
+    transport: Literal["file", "nccl"] = knob("file")
+    """How weights get into the server: `file`, which it reads where the model repository or shared memory has it, or
+    `nccl`, sent from a GPU of the replica's to those of the server. `nccl` is refused on a CPU, and has not run on a
+    GPU yet."""
+    nccl_device: int = knob(0, ge=0)
+    """With `nccl`: the GPU that sends, counted among those that the replica may use (`CUDA_VISIBLE_DEVICES`). The
+    server gets others: two ranks of a group cannot share one."""
+    nccl_buffer_bytes: int = knob(
+        1 << 28, unit="bytes", raising="fewer messages", lowering="less memory of each GPU", ge=4096
+    )
+    """With `nccl`: a message takes whole tensors until it is larger than this."""
     enforce_eager: bool | None = knob(None)
     """Run without compiled graphs: a start in seconds instead of minutes, slower steps. `None` is true on a CPU."""
     arguments: tuple[str, ...] = knob(())

@@ -29,6 +29,7 @@ SCORING_SEATS = 1
 CPU_BLOCK_TOKENS = 32
 """KV block on a CPU. The server's own default of 128 would keep short prompts from sharing anything."""
 
+_BACKENDS = {"file": TRANSPORT, "nccl": "nccl"}
 _KV_BYTES = {"bfloat16": 2, "fp8": 1}
 _LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """What `--max-lora-rank` may be."""
@@ -119,7 +120,7 @@ def vllm_arguments(
         "--data-parallel-size": settings.data_parallel_size,
         # The default is the log-prob before temperature and filters, which is not that of the behaviour policy.
         "--logprobs-mode": "processed_logprobs",
-        "--weight-transfer-config": json.dumps({"backend": TRANSPORT}),
+        "--weight-transfer-config": json.dumps({"backend": _BACKENDS[settings.vllm.transport]}),
         # A score comes first, whatever waits; all else is in order of arrival.
         "--scheduling-policy": "priority",
         # Sampling parameters come with the request, never from a file beside the model.

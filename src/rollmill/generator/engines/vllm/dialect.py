@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -34,12 +34,17 @@ METRICS = "/metrics"
 
 
 class Step(msgspec.Struct, frozen=True, kw_only=True):
-    """One control call."""
+    """One control call.
+
+    Attributes:
+        met_by: what this side of the transport does while the server answers, where it takes part.
+    """
 
     path: str
     body: dict[str, Any] | None = None
     parameters: dict[str, str] | None = None
     method: str = "POST"
+    met_by: Literal["join", "send"] | None = None
 
 
 PAUSE = Step(path="/pause", parameters={"mode": "keep", "clear_cache": "false"})
@@ -56,11 +61,15 @@ def abort_step(server_id: str) -> Step:
     return Step(path="/abort_requests", body={"request_ids": [SERVER_PREFIX + server_id]})
 
 
-def update_steps(path: str, *, policy_version: int) -> tuple[Step, ...]:
-    """Return the calls that load a file of weights, in a pause."""
+def update_steps(info: Mapping[str, Any], *, policy_version: int) -> tuple[Step, ...]:
+    """Return the calls that load weights, in a pause.
+
+    Args:
+        info: what the transport says of them.
+    """
     return (
         Step(path="/start_weight_update"),
-        Step(path="/update_weights", body={"update_info": {"path": path}}),
+        Step(path="/update_weights", body={"update_info": dict(info)}, met_by="send"),
         Step(path="/finish_weight_update", body={"weight_version": str(policy_version)}),
     )
 
@@ -80,10 +89,15 @@ def end_half_done_step() -> Step:
     return Step(path="/finish_weight_update", body={"weight_version": "half done"})
 
 
-def first_steps(path: str, *, policy_version: int) -> tuple[Step, ...]:
-    """Return the calls after which a server that was just started serves these weights."""
-    connect = Step(path="/init_weight_transfer_engine", body={"init_info": {}})
-    return (connect, PAUSE, *update_steps(path, policy_version=policy_version), RESUME)
+def first_steps(init: Mapping[str, Any], info: Mapping[str, Any], *, policy_version: int) -> tuple[Step, ...]:
+    """Return the calls after which a server that was just started serves these weights.
+
+    Args:
+        init: what the transport says when the server connects.
+        info: what it says of the weights.
+    """
+    connect = Step(path="/init_weight_transfer_engine", body={"init_info": dict(init)}, met_by="join")
+    return (connect, PAUSE, *update_steps(info, policy_version=policy_version), RESUME)
 
 
 def read_version(body: bytes) -> str:

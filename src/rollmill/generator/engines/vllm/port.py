@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Protocol
 
@@ -48,6 +49,7 @@ from rollmill.generator.engines.vllm.dialect import (
     unload_adapter_step,
     update_steps,
 )
+from rollmill.generator.engines.vllm.transport import FileTransport, WeightTransport, in_thread
 from rollmill.generator.engines.vllm.unix_socket import client_of, listens
 from rollmill.types import GenerateRequest
 
@@ -55,6 +57,10 @@ PRODUCT = "vLLM"
 SECTION = "generator.vllm"
 
 _BAD_REQUEST = (400, 422)
+
+
+async def _over(future: Future[None]) -> None:
+    await asyncio.wrap_future(future)
 
 
 class Server(Watched, Protocol):
@@ -77,13 +83,23 @@ class VllmPort:
         server: its process.
         socket: the Unix socket that it listens on.
         settings: those of `generator.vllm`.
+        transport: how weights get into it.
         grace_s: time it gets to end when told to.
     """
 
-    def __init__(self, server: Server, *, socket: Path, settings: VllmSettings, grace_s: float = 10.0) -> None:
+    def __init__(
+        self,
+        server: Server,
+        *,
+        socket: Path,
+        settings: VllmSettings,
+        transport: WeightTransport | None = None,
+        grace_s: float = 10.0,
+    ) -> None:
         self._server = server
         self._socket = socket
         self._settings = settings
+        self._transport = FileTransport() if transport is None else transport
         self._grace_s = grace_s
         self._figures = Figures()
         self._cause: EngineDead | None = None
@@ -170,8 +186,11 @@ class VllmPort:
         self._half_done = True
         if kv == "recompute":
             await self._ask(FORGET_KV)
-        for step in update_steps(str(file), policy_version=policy_version):
-            await self._ask(step)
+        for step in update_steps(self._transport.update_info(file), policy_version=policy_version):
+            if step.met_by == "send" and self._transport.meets:
+                await self._ask_and_send(step, file)
+            else:
+                await self._ask(step)
         label = read_version(await self._ask(WHICH_VERSION))
         if label != str(policy_version):
             raise EngineError(f"after the update the server says that it serves {label!r}")
@@ -221,6 +240,24 @@ class VllmPort:
             )
         except Refused:
             await self._doubt()
+            raise
+
+    async def _ask_and_send(self, step: Step, file: Path) -> None:
+        """Send weights while the server receives them. If either side fails the other waits for ever: it is over."""
+        try:
+            async with asyncio.TaskGroup() as both:
+                both.create_task(self._ask(step))
+                both.create_task(_over(in_thread(lambda: self._transport.send(file))))
+        except BaseException as error:
+            first = error.exceptions[0] if isinstance(error, BaseExceptionGroup) else error
+            cause = EngineDead(
+                f"the weights did not get to the {PRODUCT} server over {self._transport.backend}: {first!r}. A group "
+                "that broke cannot be mended: the server is given up"
+            )
+            self._note_death(cause)
+            self._here().end_all(self._cause or cause)
+            if isinstance(first, Exception):
+                raise cause from first
             raise
 
     async def _doubt(self) -> None:

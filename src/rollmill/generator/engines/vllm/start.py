@@ -10,6 +10,8 @@ import contextlib
 import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION
+from concurrent.futures import wait as wait_for
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -28,7 +30,7 @@ from rollmill.generator.engines.remote.peft_folders import lora_targets
 from rollmill.generator.engines.remote.process import ServerProcess
 from rollmill.generator.engines.remote.traits import Traits
 from rollmill.generator.engines.remote.transfer import Spool, layout_of
-from rollmill.generator.engines.settings import TRANSPORT, kv_dtype_bytes, vllm_arguments, vllm_environment
+from rollmill.generator.engines.settings import TRANSPORT, Device, kv_dtype_bytes, vllm_arguments, vllm_environment
 from rollmill.generator.engines.vllm.dialect import (
     GENERATE,
     HEALTH,
@@ -39,9 +41,11 @@ from rollmill.generator.engines.vllm.dialect import (
     warm_up_body,
 )
 from rollmill.generator.engines.vllm.environment import device_of, find_python
+from rollmill.generator.engines.vllm.nccl_plan import servers_gpus
 from rollmill.generator.engines.vllm.plugin import plugin_in, server_folder, socket_in
 from rollmill.generator.engines.vllm.port import PRODUCT, SECTION, Server, VllmPort
 from rollmill.generator.engines.vllm.split import MODULE
+from rollmill.generator.engines.vllm.transport import FileTransport, WeightTransport, in_thread
 from rollmill.generator.engines.vllm.unix_socket import client_of, listens
 
 if TYPE_CHECKING:
@@ -99,8 +103,9 @@ def start_vllm(
     """
     meter = SecondsMeter(clock, cause="startup")
     model = ServedModel.read(path)
+    transport, gpus = open_transport(settings, device=device_of(find_python(settings.vllm.python)))
     settings = settings.model_copy(update={"max_model_len": min(settings.max_model_len, model.max_positions)})
-    launched = launch(path, settings, model=model, log=log, lora_targets=lora_targets(layout_of(tensors)))
+    launched = launch(path, settings, model=model, log=log, lora_targets=lora_targets(layout_of(tensors)), gpus=gpus)
     deadline_s = settings.vllm.start_deadline_s
     return bring_up(
         launched.process,
@@ -112,6 +117,7 @@ def start_vllm(
         digest=digest,
         clock=clock,
         meter=meter,
+        transport=transport,
         wait=lambda ready: launched.process.wait_until(ready, deadline_s=deadline_s, clock=clock),
     )
 
@@ -131,12 +137,14 @@ def launch(
     model: ServedModel,
     log: Path | None,
     lora_targets: Sequence[str] = (),
+    gpus: Sequence[str] = (),
 ) -> Launched:
     """Start the server process; it is not ready yet.
 
     Args:
         settings: with `max_model_len` that the model can do.
         lora_targets: linear layers that adapters may change, where it has places for them.
+        gpus: that it may use; those of this process if empty.
 
     Raises:
         ConfigError: if its environment or a setting cannot be used.
@@ -160,7 +168,8 @@ def launch(
             python=python,
             module=MODULE,
             arguments=arguments,
-            environment=vllm_environment(settings, base=os.environ, plugin=str(plugin_in(folder))),
+            environment=vllm_environment(settings, base=os.environ, plugin=str(plugin_in(folder)))
+            | ({"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}),
             folder=folder,
             log=log,
         )
@@ -182,24 +191,27 @@ def bring_up(
     clock: Clock,
     meter: SecondsMeter,
     wait: Callable[[Callable[[], bool]], None],
+    transport: WeightTransport | None = None,
 ) -> RemoteEngine:
     """Return an engine of a server that was just started, once it answers; the server is stopped if that fails.
 
     Args:
         settings: with `max_model_len` that the model can do.
         wait: returns when what it is given returns true; raises if the server ends or takes too long.
+        transport: how weights get into it; by a file if `None`.
     """
-    spool = Spool()
+    spool, transport = Spool(), FileTransport() if transport is None else transport
     try:
         with client_of(socket, timeout_s=_LOOK_TIMEOUT_S) as client:
             wait(lambda: listens(socket) and _answers(client))
         with client_of(socket, timeout_s=settings.vllm.start_deadline_s) as client:
             path = spool.write(tensors, policy_version=policy_version)
-            for step in first_steps(str(path), policy_version=policy_version):
-                _post(client, step, server=server)
+            steps = first_steps(transport.init_info(), transport.update_info(path), policy_version=policy_version)
+            for step in steps:
+                _post_and_meet(client, step, server=server, transport=transport, file=path)
             _warm_up(client, server=server, policy_version=policy_version)
         spool.empty()
-        port = VllmPort(server, socket=socket, settings=settings.vllm, grace_s=_STOP_GRACE_S)
+        port = VllmPort(server, socket=socket, settings=settings.vllm, transport=transport, grace_s=_STOP_GRACE_S)
     except BaseException:
         server.stop(grace_s=_STOP_GRACE_S)
         spool.close()
@@ -250,6 +262,49 @@ def _warm_up(client: httpx.Client, *, server: Server, policy_version: int) -> No
     served = {span.policy_version for span in reply.spans}
     if served != {policy_version}:
         raise EngineError(f"the vLLM server labels what it samples {served}, not {policy_version}; see its log")
+
+
+def open_transport(settings: GeneratorSettings, *, device: Device) -> tuple[WeightTransport, tuple[str, ...]]:
+    """Return how weights get into a server, and the GPUs that it may use: empty for those of this process.
+
+    Args:
+        device: what the server's build computes on.
+
+    Raises:
+        ConfigError: if NCCL is asked for and cannot be used here.
+    """
+    if settings.vllm.transport == "file":
+        return FileTransport(), ()
+    from rollmill.generator.engines.vllm.nccl import NcclTransport, visible_gpus
+
+    gpus = servers_gpus(settings, device=device, visible=visible_gpus())
+    return NcclTransport(settings), gpus
+
+
+def _post_and_meet(client: httpx.Client, step: Step, *, server: Server, transport: WeightTransport, file: Path) -> None:
+    """Make a call while this side of the transport does its part, if it has one; the first error ends both."""
+    if step.met_by is None or not transport.meets:
+        _post(client, step, server=server)
+        return
+    meet = transport.join if step.met_by == "join" else lambda: transport.send(file)
+    both = (in_thread(lambda: _discard(_post(client, step, server=server))), in_thread(meet))
+    deadline_s = client.timeout.read or 0.0
+    done, waiting = wait_for(both, timeout=deadline_s, return_when=FIRST_EXCEPTION)
+    for one in done:
+        if (error := one.exception()) is not None:
+            raise EngineError(
+                f"the vLLM server and its replica did not meet over {transport.backend} at {step.path}: {error!r}. "
+                f"{server.last_words()}"
+            ) from error
+    if waiting:
+        raise DeadlineExceeded(
+            f"the vLLM server and its replica did not meet over {transport.backend} at {step.path} within "
+            f"generator.vllm.start_deadline_s {deadline_s:g}: {server.last_words()}"
+        )
+
+
+def _discard(_: bytes) -> None:
+    return None
 
 
 def _post(client: httpx.Client, step: Step, *, server: Server) -> bytes:
