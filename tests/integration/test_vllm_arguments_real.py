@@ -96,6 +96,8 @@ def test_the_real_parser_reads_what_a_replica_and_a_split_are_told():
         enable_expert_parallel=True,
         max_loras=2,
         max_lora_rank=20,
+        quantization="fp8",
+        dtype="bfloat16",
         vllm=VllmSettings(enforce_eager=True, arguments=("--seed", "3")),
     )
     answers = by_the_real_parser(replica("cpu"), replica(), everything, *servers, [*replica(), "--no-such-flag"])
@@ -107,6 +109,7 @@ def test_the_real_parser_reads_what_a_replica_and_a_split_are_told():
     assert (full["max_num_seqs"], full["max_loras"], full["max_lora_rank"], full["seed"]) == (8, 5, 32, 3)
     assert (full["enable_lora"], full["lora_target_modules"]) == (True, ["q_proj", "v_proj"])
     assert (full["enable_prefix_caching"], full["enable_expert_parallel"]) == (False, True)
+    assert (full["quantization"], full["dtype"]) == ("fp8_per_channel", "bfloat16")
     assert [one["port"] for one in (prefill, decode)] == [8100, 8200]
     assert (decode["tensor_parallel_size"], decode["kv_cache_dtype"], decode["tokens_only"]) == (4, "fp8", True)
     assert "NixlConnector" in json.dumps(decode["kv_transfer_config"])

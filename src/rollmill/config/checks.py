@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 
 from rollmill.config.addresses import is_loopback
 from rollmill.config.derive import has_evaluator, slots_of
-from rollmill.config.engines import WITH_WAVES, disobeyed
+from rollmill.config.engines import ROUNDINGS, WITH_WAVES, disobeyed
 from rollmill.config.fleet import FleetSettings
 from rollmill.config.schema import AlgorithmSettings, RollmillConfig, ScheduleSettings
 from rollmill.errors import ConfigError
@@ -284,6 +284,7 @@ def _engine(config: RollmillConfig) -> Iterator[str]:
             f"{generator.max_num_batched_tokens}."
         )
     yield from _host_kv(config)
+    yield from _rounding(config)
     if generator.quantization == "int8" and generator.kernels == "torch":
         yield (
             'generator.quantization is "int8" and generator.kernels is "torch": only the compiled kernels multiply '
@@ -306,6 +307,18 @@ def _engine(config: RollmillConfig) -> Iterator[str]:
             f"share a pass. Engines that can: {', '.join(WITH_WAVES)}. Nearest valid values: generator.engine "
             '"embedded", or run.deterministic false.'
         )
+
+
+def _rounding(config: RollmillConfig) -> Iterator[str]:
+    engine, wanted = config.generator.engine, config.generator.quantization
+    if wanted == "none" or engine not in ROUNDINGS or wanted in ROUNDINGS[engine]:
+        return
+    have = ", ".join(f'generator.quantization "{other}"' for other in ROUNDINGS[engine])
+    other = next(name for name, roundings in ROUNDINGS.items() if wanted in roundings)
+    yield (
+        f'generator.quantization is "{wanted}" and generator.engine is "{engine}", which cannot round to it. Nearest '
+        f'valid values: {have}, or generator.engine "{other}", or generator.quantization "none".'
+    )
 
 
 def _host_kv(config: RollmillConfig) -> Iterator[str]:

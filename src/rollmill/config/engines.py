@@ -7,13 +7,14 @@ engine obeys are not listed.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Literal
 
 from rollmill.config.schema import GeneratorSettings
 from rollmill.config.section import Section
 
 OBEYED_BY: dict[str, tuple[str, ...]] = {
     "kernels": ("embedded",),
-    "quantization": ("embedded",),
+    "quantization": ("embedded", "vllm"),
     "max_num_batched_tokens": ("embedded", "vllm", "sglang"),
     "max_wait_ms": ("embedded",),
     "kv_cache_memory_bytes": ("embedded", "vllm", "sglang"),
@@ -35,6 +36,9 @@ OBEYED_BY: dict[str, tuple[str, ...]] = {
     "sglang": ("sglang",),
 }
 """Setting -> engines that obey it. An engine that learns to obey one is added here, with the code that does so."""
+
+ROUNDINGS: dict[str, tuple[Literal["int8", "fp8"], ...]] = {"embedded": ("int8",), "vllm": ("fp8",)}
+"""Engine -> what it can round the weights of linear layers to; vLLM has `int8` for experts alone."""
 
 WITH_WAVES = ("embedded", "fake")
 """Engines whose samples depend on nothing but the request and the weights, as deterministic mode needs."""
@@ -61,3 +65,15 @@ def _changed(name: str, value: object, default: object) -> Iterator[str]:
     for inner in type(value).model_fields:
         if getattr(value, inner) != getattr(default, inner):
             yield f"{name}.{inner}"
+
+
+def published_rounding(settings: GeneratorSettings) -> Literal["none", "int8"]:
+    """Return what versions are published in beside their own precision: `fp8` is the server's own doing.
+
+    Example:
+        >>> published_rounding(GeneratorSettings(quantization="int8"))
+        'int8'
+        >>> published_rounding(GeneratorSettings(engine="vllm", quantization="fp8"))
+        'none'
+    """
+    return "int8" if settings.quantization == "int8" else "none"

@@ -10,6 +10,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from rollmill.config.engines import published_rounding
 from rollmill.config.schema import GeneratorSettings
 from rollmill.errors import ConfigError, ModelError, WeightError
 from rollmill.weights.inspection import weight_files
@@ -60,7 +61,7 @@ def load_draft(
             dtype=getattr(torch, dtype),
             tensors=_tensors_of(where),
             kernels=kernels,
-            quantization=settings.quantization,
+            quantization=published_rounding(settings),
         )
     except WeightError as error:
         raise ModelError(

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 import msgspec
 
 from rollmill.clock import Clock, SystemClock
+from rollmill.config.engines import published_rounding
 from rollmill.config.precision import resolve_dtype
 from rollmill.config.schema import GeneratorSettings, LimitSettings
 from rollmill.cores import CoreBorrower
@@ -159,7 +160,7 @@ def build_engine(
         stage_weights=more.stage_weights,
         speculation=more.speculation,
         draft=draft,
-        quantization=more.quantization,
+        quantization=published_rounding(more),
         max_loras=more.max_loras or 0,
         max_lora_rank=more.max_lora_rank,
         clock=clock,

@@ -13,6 +13,7 @@ import msgspec
 
 from rollmill.buffer.doorbell import Doorbell, ring
 from rollmill.clock import SystemClock
+from rollmill.config.engines import published_rounding
 from rollmill.errors import RunDirectoryError, WeightError
 from rollmill.runtime.ahead import read_ahead
 from rollmill.runtime.incarnation import Evaluating, Incarnation, ProcessSeconds, read_record, write_record
@@ -56,7 +57,7 @@ def run_generator(context: ProcessContext) -> None:
         layout.weights,
         transport=config.weights.transport,
         keep_versions=config.weights.keep_versions,
-        quantization=config.generator.quantization,
+        quantization=published_rounding(config.generator),
     )
     with Doorbell.bind(layout.run_directory, context.name) as bell:
         ahead = read_ahead(context, lambda path: _load_early(context, path, repository))
@@ -164,7 +165,7 @@ def _load_early(context: ProcessContext, model_path: str, repository: LocalModel
         model_path,
         dtype=generator.dtype,
         kernels=generator.kernels,
-        quantization=generator.quantization,
+        quantization=published_rounding(generator),
         threads=generator.threads,
     )
 

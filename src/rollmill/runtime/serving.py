@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Literal
 import msgspec
 
 from rollmill.clock import Clock, SystemClock
-from rollmill.config.engines import OBEYED_BY
+from rollmill.config.engines import OBEYED_BY, published_rounding
 from rollmill.config.schema import RollmillConfig
 from rollmill.environments.rendering import Renderer
 from rollmill.errors import ConfigError, MissingExtraError, RunDirectoryError, WeightError
@@ -268,7 +268,7 @@ def engine_and_repository(
         fixed = FixedModel(path, at_s=clock.wall_s(), read=lambda: base)
         return fixed, _engine(options.config, path=path, repository=fixed, clock=clock)
     if options.repository is not None:
-        repository = open_repository(options.repository, quantization=options.config.generator.quantization)
+        repository = open_repository(options.repository, quantization=published_rounding(options.config.generator))
         return repository, _engine(options.config, path=path, repository=repository, clock=clock)
     try:
         fixed = FixedModel(path, at_s=clock.wall_s())

@@ -13,6 +13,7 @@ import numpy as np
 from rollmill.buffer.doorbell import Doorbell, ring
 from rollmill.buffer.sqlite import SqliteStore
 from rollmill.clock import SystemClock
+from rollmill.config.engines import published_rounding
 from rollmill.config.precision import is_exact
 from rollmill.cores import CoreBorrower
 from rollmill.errors import ProcessDied
@@ -72,7 +73,7 @@ def run_trainer(context: ProcessContext) -> None:
                 layout.weights,
                 transport=config.weights.transport,
                 keep_versions=config.weights.keep_versions,
-                quantization=config.generator.quantization,
+                quantization=published_rounding(config.generator),
             ),
             clock=clock,
             wait=bell.wait,

@@ -23,7 +23,7 @@ from generator_builders import (
 from replica_builders import started, why_refused
 from rollmill.clock import SystemClock
 from rollmill.errors import WeightMismatch
-from rollmill.generator.engines.embedded.native import KernelsUnavailable, load_products
+from rollmill.generator.engines.embedded.native import KernelsUnavailable, load_kernels
 from rollmill.generator.engines.fake import FakeCanary, FakeEngine, FakeFaults
 from rollmill.generator.engines.protocol import EngineInfo
 from rollmill.generator.loading import Replica
@@ -332,7 +332,7 @@ def precision(kind: str) -> dict[str, Any]:
     if kind == "bfloat16":
         return {"dtype": "bfloat16"}
     try:
-        load_products()
+        load_kernels()
     except KernelsUnavailable as error:
         pytest.skip(str(error))
     return {"quantization": "int8"}

@@ -63,14 +63,15 @@ def test_every_setting_that_vllm_is_said_to_obey_changes_what_the_server_is_told
         "tensor_parallel_size": 2,
         "data_parallel_size": 2,
         "enable_expert_parallel": True,
+        "quantization": "fp8",
         "max_loras": 2,
         "max_lora_rank": 64,
         "vllm": VllmSettings(enforce_eager=True, arguments=("--seed", "1")),
     }
     assert set(changed) == {name for name, engines in OBEYED_BY.items() if "vllm" in engines}
     for name, given in changed.items():
-        with_places = {"max_loras": 1} if name == "max_lora_rank" else {}
-        assert arguments("cuda", **with_places, **{name: given}) != arguments("cuda", **with_places), name
+        needs = {"max_lora_rank": {"max_loras": 1}, "quantization": {"dtype": "bfloat16"}}.get(name, {})
+        assert arguments("cuda", **needs, **{name: given}) != arguments("cuda", **needs), name
 
 
 def test_a_cpu_gets_memory_for_all_its_sequences_and_a_gpu_what_its_share_leaves():
@@ -121,6 +122,21 @@ def test_a_server_for_adapters_has_room_for_what_is_served_what_is_left_and_what
     assert variables["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "1"
     assert not any("LORA" in name for name in vllm_environment(GeneratorSettings(), base={}, plugin="/plugin"))
     assert not any("lora" in flag for flag in arguments(max_loras=0))
+
+
+@pytest.mark.parametrize(
+    ("quantization", "dtype", "device"),
+    [("fp8", "bfloat16", "cpu"), ("fp8", "float32", "cuda"), ("int8", "bfloat16", "cuda")],
+)
+def test_weights_are_rounded_to_fp8_on_a_gpu_from_bfloat16_and_else_refused_with_what_works(
+    quantization, dtype, device
+):
+    made = arguments("cuda", quantization="fp8", dtype="bfloat16")
+    assert value(made, "--quantization") == "fp8_per_channel"
+    with pytest.raises(
+        ConfigError, match=f'quantization is "{quantization}".*"fp8" with .*or "int8" with .*"embedded"'
+    ):
+        arguments(device, quantization=quantization, dtype=dtype)
 
 
 def test_further_arguments_are_passed_on_as_they_are():

@@ -138,6 +138,8 @@ def vllm_arguments(
         valued["--kv-cache-memory-bytes"] = kv_bytes
     if settings.max_loras:
         valued |= _lora_places(settings)
+    if settings.quantization != "none":
+        valued["--quantization"] = _rounding(settings, device=device)
     valued |= more or {}
     eager = settings.vllm.enforce_eager
     switches = {
@@ -167,6 +169,19 @@ def adapter_slots(max_loras: int) -> int:
         5
     """
     return 2 * max_loras + 1
+
+
+def _rounding(settings: GeneratorSettings, *, device: Device) -> str:
+    """Return vLLM's word for it: it rounds each version while it loads it, each output of a layer by its own factor."""
+    dtype = resolve_dtype(settings.dtype)
+    if settings.quantization == "fp8" and device == "cuda" and dtype == "bfloat16":
+        return "fp8_per_channel"
+    raise ConfigError(
+        f'generator.quantization is "{settings.quantization}", generator.dtype is "{dtype}" and vLLM computes on '
+        f'"{device}": it rounds linear layers to "fp8" alone, on a GPU, from bfloat16. Nearest valid values: '
+        'generator.quantization "none"; "fp8" with generator.dtype "bfloat16" on a GPU; or "int8" with '
+        'generator.engine "embedded"'
+    )
 
 
 def _lora_places(settings: GeneratorSettings) -> dict[str, str | int | float]:
