@@ -80,7 +80,8 @@ test-ci: $(VENV)/.dev ## Run the main job for real, end to end, and lose its pro
 test-vllm: $(VENV)/.dev ## Hold a real vLLM to the contract of all engines (3.5 GB for its environment the first time)
 	$(BIN)/rollmill engine install vllm
 	$(BIN)/python -m pytest -m "slow and not gpu" -k vllm tests/contract/test_engine_contract.py \
-	  tests/integration/test_vllm_real.py $(ARGS)
+	  tests/contract/test_adapter_contract.py tests/integration/test_vllm_real.py \
+	  tests/integration/test_vllm_arguments_real.py tests/integration/test_vllm_nccl_real.py $(ARGS)
 
 test-gvisor: $(VENV)/.dev ## Hold gVisor's sandboxes to the contract and the attacks (builds its runtime the first time)
 	command -v runsc >/dev/null || $(BIN)/rollmill sandbox build-runsc

@@ -258,11 +258,11 @@ class GeneratorSettings(Section):
     """What multiplies with the weights: `native` insists on the kernels that are compiled at the first use (x86-64 with
     AVX2 and a C compiler), `auto` takes them where they can be used, `torch` never."""
     quantization: Literal["none", "int8", "fp8"] = knob("none")
-    """`int8` (embedded engine) keeps the weights of linear layers as integers of eight bits with a factor per 32 inputs,
-    rounded when they are published: 0.28 of their memory, and small batches are faster. Log-probs differ from the
-    trainer's (with SmolLM2 by 0.05 nats on average), which the algorithm's importance correction takes into account.
-    Needs the compiled kernels. `fp8` (vLLM on a GPU) has the server round them to eight bits each time it loads a
-    version, with a factor per output; nothing rounded is published. It has not run yet."""
+    """`int8` (embedded engine) keeps the weights of linear layers as integers of eight bits with a factor per 32
+    inputs, rounded when they are published: 0.28 of their memory, and small batches are faster. Log-probs differ from
+    the trainer's (with SmolLM2 by 0.05 nats on average), which the algorithm's importance correction takes into
+    account. Needs the compiled kernels. `fp8` (vLLM on a GPU) has the server round them to eight bits each time it
+    loads a version, with a factor per output; nothing rounded is published. It has not run yet."""
     max_num_seqs: int = knob(
         48, unit="sequences", raising="larger batches, more KV memory", lowering="less memory, lower throughput", ge=1
     )

@@ -21,6 +21,12 @@ from rollmill.errors import ConfigError
         ),
         (["generator.engine=vllm", "generator.kernels=torch"], "Engines that have it: embedded"),
         (["generator.vllm.load_poll_s=2.0"], r"generator.vllm.load_poll_s is 2.0 .*Engines that have it: vllm"),
+        (["generator.quantization=fp8"], r'"embedded", which cannot round to it.*"int8", or generator.engine "vllm"'),
+        (
+            ["generator.engine=vllm", "generator.quantization=int8"],
+            r'"vllm", which cannot round to it.*generator.quantization "fp8", or generator.engine "embedded"',
+        ),
+        (["generator.engine=sglang", "generator.quantization=fp8"], "Engines that have it: embedded, vllm"),
         (["generator.engine=vllm", "run.deterministic=true"], "Engines that can: embedded, fake"),
     ],
 )
