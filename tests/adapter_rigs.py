@@ -133,7 +133,7 @@ class AdapterRig:
 
     def another(self) -> HostedProvider[Any]:
         """Another provider of the same vendor, as another process would have it."""
-        with_sdk = (self.fake,) if self.name == "modal" else ()
+        with_sdk = (self.provider.driver._sdk,) if self.name == "modal" else ()
         return type(self.provider)(self.provider._settings, *with_sdk)  # pyright: ignore[reportCallIssue]
 
     def close(self) -> None:

@@ -1,6 +1,7 @@
 """A module that looks like Modal's SDK, version 1.6, as far as the adapter uses it, over any provider of sandboxes.
 
-Modal's protocol is meant for its SDK alone, so the fake stands behind the SDK's names, not behind its network.
+Modal's protocol is meant for its SDK alone, so this fake stands behind the SDK's names and needs no SDK; with the SDK
+itself, `modal_server` stands behind its network.
 """
 
 from __future__ import annotations
@@ -110,11 +111,12 @@ class FakeContainerProcess:
 
 
 class FakeModalSandbox:
-    def __init__(self, ref: str, sandbox: Any, options: dict[str, Any]) -> None:
+    def __init__(self, ref: str, sandbox: Any, options: dict[str, Any], modal: FakeModal) -> None:
+        self._modal = modal
         self.object_id = ref
         self.sandbox = sandbox
         self.options = options
-        for name in ("exec", "terminate", "poll", "get_tags"):
+        for name in ("exec", "terminate", "poll", "get_tags", "snapshot_filesystem"):
             setattr(self, name, Both(getattr(self, f"_{name}")))
 
     async def _exec(self, *argv: str, env: dict[str, str], workdir: str, text: bool) -> FakeContainerProcess:
@@ -127,7 +129,8 @@ class FakeModalSandbox:
             raise Error(str(error)) from error
         return FakeContainerProcess(process)
 
-    async def _terminate(self) -> None:
+    async def _terminate(self, *, wait: bool) -> None:
+        assert wait
         await self.sandbox.kill()
 
     async def _poll(self) -> int | None:
@@ -135,6 +138,34 @@ class FakeModalSandbox:
 
     async def _get_tags(self) -> dict[str, str]:
         return self.options["tags"]
+
+    async def _snapshot_filesystem(self, *, ttl: int, **limits: int) -> FakeImage:
+        assert limits.keys() == {"timeout"}
+        try:
+            ref = await self.sandbox.snapshot(id=new_id())
+        except SandboxDead as error:
+            raise NotFoundError(str(error)) from error
+        image = f"im-{new_id()}"
+        self._modal.images[image] = ref
+        return FakeImage(self._modal, image)
+
+
+class FakeImage:
+    def __init__(self, modal: FakeModal, object_id: str = "", name: str = "") -> None:
+        self._modal = modal
+        self._name = name
+        self.object_id = object_id
+        self.publish = Both(self._publish)
+        self.build = Both(self._build)
+
+    async def _publish(self, name: str) -> None:
+        self._modal.names[name] = self.object_id
+
+    async def _build(self, app: Any) -> FakeImage:
+        found = self._modal.names.get(self._name)
+        if found not in self._modal.images:
+            raise NotFoundError(self._name)
+        return FakeImage(self._modal, found or "")
 
 
 class FakeModal:
@@ -145,7 +176,14 @@ class FakeModal:
         self.sandboxes: dict[str, FakeModalSandbox] = {}
         self.failures: list[tuple[str, Exception]] = []
         self.App = types.SimpleNamespace(lookup=Both(self._lookup))
-        self.Image = types.SimpleNamespace(from_registry=lambda name: f"image:{name}")
+        self.images: dict[str, Any] = {}
+        self.names: dict[str, str] = {}
+        self.Image = types.SimpleNamespace(
+            from_registry=lambda name: f"image:{name}",
+            from_id=lambda name: name,
+            from_name=lambda name: FakeImage(self, name=name),
+        )
+        self.experimental = types.SimpleNamespace(image_delete=Both(self._image_delete))
         self.Sandbox = types.SimpleNamespace(
             create=Both(self._create), from_id=Both(self._from_id), list=Both(self._list)
         )
@@ -166,6 +204,9 @@ class FakeModal:
 
     async def _create(self, *, app: Any, **options: Any) -> FakeModalSandbox:
         self._fail("before")
+        kept = self.images.get(options["image"])
+        if options["image"].startswith("im-") and kept is None:
+            raise NotFoundError(options["image"])
         if options["image"] == "image:nothing":
             raise ImageBuildError("the image could not be pulled")
         if any(one.options["name"] == options["name"] for one in self.sandboxes.values() if one.sandbox.death is None):
@@ -174,10 +215,18 @@ class FakeModal:
         assert all(len(name) <= 64 and len(value) <= 256 for name, value in options["tags"].items())
         ref = f"sb-{new_id()}"
         lease = Lease(owner="fake", ttl_s=float(options["timeout"]))
-        sandbox = await self._engine.create(engine_spec(), id=ref, lease=lease)
-        self.sandboxes[ref] = FakeModalSandbox(ref, sandbox, options)
+        if kept is None:
+            sandbox = await self._engine.create(engine_spec(), id=ref, lease=lease)
+        else:
+            sandbox = await self._engine.restore(kept, id=ref, lease=lease)
+        self.sandboxes[ref] = FakeModalSandbox(ref, sandbox, options, self)
         self._fail("after")
         return self.sandboxes[ref]
+
+    async def _image_delete(self, image: str) -> None:
+        if image not in self.images:
+            raise NotFoundError(image)
+        await self._engine.delete_snapshots([self.images.pop(image).snapshot_id])
 
     async def _from_id(self, ref: str) -> FakeModalSandbox:
         if ref not in self.sandboxes:

@@ -1,7 +1,8 @@
 """Modal through its own SDK, which speaks a protocol that only it is meant to speak.
 
 Follows the SDK `modal`, version 1.6. Its asynchronous calls are the attributes `aio`. A sandbox's time limit cannot be
-moved, so it is the wall limit, and leases are this process's.
+moved, so it is the wall limit or the service's own, whichever is shorter, and leases are this process's. A snapshot of
+its files is an image there, published under a name that follows from the snapshot's id.
 """
 
 from __future__ import annotations
@@ -49,7 +50,11 @@ _RETRY_AFTER_S = 5.0
 _MOST_LIFE_S = 86_400.0
 _INPUT_CHUNK_BYTES = 256 * 1024
 _TIMED_OUT = 124
-_SHORT = frozenset({marking.ID, marking.OWNER, marking.SPEC})
+_IMAGE_ID = "im-"
+_CAPPED = f"{marking.PREFIX}capped"
+"""Marks a sandbox that the service ends before its wall limit."""
+
+_SHORT = frozenset({marking.ID, marking.OWNER, marking.SPEC, _CAPPED})
 
 
 class ModalSettings(HostedSettings, frozen=True, kw_only=True):
@@ -57,20 +62,24 @@ class ModalSettings(HostedSettings, frozen=True, kw_only=True):
 
     Attributes:
         app: name of the app that sandboxes belong to; made if it is missing.
-        image: what stands for `HostImage`, by its registry's name.
+        image: what stands for `HostImage`, by its registry's name, or by its id at Modal (`im-...`).
         isolation: what keeps a sandbox from its host there: gVisor, as the service documents it.
         internet: whether sandboxes may reach the internet.
+        kept_s: how long the service keeps a snapshot that nobody deletes.
     """
 
     app: str = "rollmill"
     image: str = "python:3.12-slim"
     isolation: IsolationLevel = IsolationLevel.OWN_KERNEL
     internet: bool = False
+    kept_s: float = 30 * 86_400.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.token is not None:
             raise ConfigError("Modal takes its tokens from the SDK's configuration; give no `token` here")
+        if not 1 <= self.kept_s < math.inf:
+            raise ConfigError(f"kept_s is {self.kept_s}; it must be at least 1 and finite")
 
 
 def load_sdk() -> Any:
@@ -81,6 +90,7 @@ def load_sdk() -> Any:
     """
     try:
         import modal  # pyright: ignore[reportMissingImports]
+        import modal.experimental  # pyright: ignore[reportMissingImports]
     except ModuleNotFoundError as error:
         raise MissingExtraError(package="modal", purpose="the backend Modal", extra="modal") from error
     return modal
@@ -106,6 +116,9 @@ def explain_error(error: Exception, *, what: str) -> RollmillError | None:
         return SandboxIdInUse(words)
     if "ImageBuildError" in names:
         return ImageError(words)
+    if "ConflictError" in names:
+        # What the SDK says of a sandbox that has finished, in words of the service: whether it has is asked for then.
+        return CutOff(words)
     if names & {"ConnectionError", "ServiceError", "InternalError", "TimeoutError", "ClientClosed", "StreamTerminated"}:
         return CutOff(f"{words}. Whether it was carried out is unknown")
     if names & {"Error", "GRPCError"}:
@@ -283,6 +296,8 @@ class ModalDriver:
     product = "Modal"
     capabilities = Capabilities(
         labels=True,
+        files_snapshot=True,
+        fork=True,
         max_lifetime_s=_MOST_LIFE_S,
         limits=("memory_bytes", "cpus", "cpu_s", "wall_s", "exec_s", "output_bytes", "open_files"),
     )
@@ -314,28 +329,39 @@ class ModalDriver:
 
     async def create(self, spec: SandboxSpec, *, id: str, marks: Mapping[str, str], ttl_s: float) -> Found:
         """Make a sandbox."""
-        if ttl_s > _MOST_LIFE_S:
-            raise ConfigError(
-                f"limits.wall_s asks for {ttl_s:g} s; a sandbox of Modal lives {_MOST_LIFE_S:g} s at most"
-            )
-        limits = spec.limits
         name = spec.image.name if isinstance(spec.image, NamedImage) else self._settings.image
         # Tags are short: what an owner that ended knew of limits is not among them.
         tags = {key: value for key, value in marks.items() if key in _SHORT or not key.startswith(marking.PREFIX)}
+        if ttl_s > _MOST_LIFE_S:
+            tags[_CAPPED] = "true"
+        app = await self._own_app()
+        try:
+            sandbox = await self._create(name, app=app, id=id, tags=tags, spec=spec, ttl_s=ttl_s)
+        except Gone as error:
+            raise ImageError(f"Modal has no image {name!r} (any more): {error}") from error
+        return Found(ref=ref_of(sandbox.object_id), marks={**marks, **tags})
+
+    async def _create(
+        self, name: str, *, app: Any, id: str, tags: Mapping[str, str], spec: SandboxSpec, ttl_s: float
+    ) -> Any:
+        limits = spec.limits
         memory_mib = math.ceil(limits.memory_bytes / _MIB)
-        sandbox = await call(
+        return await call(
             self._sdk.Sandbox.create,
             what=f"a sandbox of {name}",
-            app=await self._own_app(),
+            app=app,
             name=f"rollmill-{id}",
             tags=tags,
-            image=self._sdk.Image.from_registry(name),
-            timeout=math.ceil(ttl_s),
+            image=self._image(name),
+            timeout=math.ceil(min(ttl_s, _MOST_LIFE_S)),
             cpu=(limits.cpus, limits.cpus),
             memory=(memory_mib, memory_mib),
             block_network=not self._settings.internet,
         )
-        return Found(ref=ref_of(sandbox.object_id), marks=marks)
+
+    def _image(self, name: str) -> Any:
+        images = self._sdk.Image
+        return images.from_id(name) if name.startswith(_IMAGE_ID) else images.from_registry(name)
 
     async def _sandbox(self, found: Found) -> Any:
         return await call(self._sdk.Sandbox.from_id, found.ref, what=f"a look at {found.ref}")
@@ -370,14 +396,17 @@ class ModalDriver:
             return death(DeathReason.PROVIDER_LOST, detail=str(error))
         if code is None:
             return None
+        if code == _TIMED_OUT and _CAPPED in found.marks:
+            detail = f"it lived {_MOST_LIFE_S:g} s, the most that Modal gives, which is less than its wall limit"
+            return death(DeathReason.PROVIDER_LOST, detail=detail)
         if code == _TIMED_OUT:
             return death(DeathReason.POLICY_WALL, detail="its time limit at Modal, which is its wall limit")
         return death(DeathReason.PROVIDER_LOST, detail=f"it ended at Modal with {code}")
 
     async def kill(self, found: Found) -> None:
-        """Terminate it."""
+        """Terminate it, and wait until it has stopped."""
         try:
-            await call((await self._sandbox(found)).terminate, what=f"the end of {found.ref}")
+            await call((await self._sandbox(found)).terminate, what=f"the end of {found.ref}", wait=True)
         except Gone:
             return
 
@@ -390,6 +419,32 @@ class ModalDriver:
     async def resume(self, found: Found, *, ttl_s: float) -> ModalGuest | None:
         """Never called: it is not offered."""
         return None
+
+    # -- snapshots ---------------------------------------------------------------------------------------------------
+
+    async def keep(self, found: Found, *, name: str) -> str:
+        """Make an image of its files, and publish it under the name."""
+        what = f"a snapshot of {found.ref}"
+        limits_s = {"timeout": math.ceil(self._settings.start_s), "ttl": math.ceil(self._settings.kept_s)}
+        image = await call((await self._sandbox(found)).snapshot_filesystem, what=what, **limits_s)
+        await call(image.publish, name, what=f"the name {name} of an image")
+        return str(image.object_id)
+
+    async def kept(self, name: str) -> str | None:
+        """Look for an image by the name under which it was published."""
+        try:
+            app = await self._own_app()
+            image = await call(self._sdk.Image.from_name(name).build, app, what=f"the image {name}")
+        except Gone:
+            return None
+        return str(image.object_id)
+
+    async def forget(self, image: str) -> None:
+        """Delete an image."""
+        try:
+            await call(self._sdk.experimental.image_delete, image, what=f"the end of image {image}")
+        except Gone:
+            return
 
     async def close(self) -> None:
         """Do nothing: the SDK keeps one client for the process."""
