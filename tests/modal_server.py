@@ -284,7 +284,7 @@ class Router:
 
     async def TaskExecStart(self, request: Any) -> Any:
         one = self._task(request.task_id)
-        env = {name: value for source in request.secret_sources for name, value in source.env.env_dict.items()}
+        env = {name: value for source in request.secret_sources for name, value in source.env.contents.items()}
         if request.exec_id not in one.executions:
             try:
                 process = await one.sandbox.start_process(
@@ -376,6 +376,26 @@ def _called(method: Any, check: Any, cardinality: Any, name: str, seen: list[str
     return call
 
 
+class _Grpc(grpclib.server.Server):
+    """A server that closes the connections it accepted; the library's leaves them to their other ends."""
+
+    def __init__(self, faces: list[Any]) -> None:
+        super().__init__(faces)
+        self._accepted: list[Any] = []
+
+    def _protocol_factory(self) -> Any:
+        protocol = super()._protocol_factory()
+        self._accepted.append(protocol)
+        return protocol
+
+    async def end(self) -> None:
+        self.close()
+        for one in self._accepted:
+            one.connection.close()
+        await self.wait_closed()
+        await asyncio.sleep(0)  # transports close themselves in the next turn
+
+
 class ModalServer:
     """The service."""
 
@@ -389,7 +409,7 @@ class ModalServer:
         self.seen: list[str] = []
         self.url = ""
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._grpc: grpclib.server.Server | None = None
+        self._grpc: _Grpc | None = None
         self.server = types.SimpleNamespace(stop=self.stop)
 
     def spawn(self, work: Any) -> None:
@@ -402,7 +422,7 @@ class ModalServer:
             _Face(ModalClientBase, Control(self), self.seen),
             _Face(TaskCommandRouterBase, Router(self), self.seen),
         ]
-        self._grpc = grpclib.server.Server(faces)
+        self._grpc = _Grpc(faces)
         await self._grpc.start("127.0.0.1", 0)
         sockets = self._grpc._server.sockets  # type: ignore[union-attr]
         self.url = f"http://127.0.0.1:{sockets[0].getsockname()[1]}"
@@ -414,5 +434,4 @@ class ModalServer:
             for execution in one.executions.values():
                 execution.task.cancel()
         if self._grpc is not None:
-            self._grpc.close()
-            await self._grpc.wait_closed()
+            await self._grpc.end()

@@ -1,7 +1,8 @@
 """Daytona over HTTP: its API for sandboxes, and the toolbox inside each for commands.
 
 Follows the Python SDK, version 0.226. The toolbox runs a command line to its end and returns one text, so programs are
-jobs (`hosted.jobs`).
+jobs (`hosted.jobs`). Forks are made from a snapshot: the service's own call for them takes no labels, so one that was
+cut off could not be found.
 """
 
 from __future__ import annotations
@@ -13,7 +14,14 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rollmill.errors import ImageError, SandboxError, SandboxRetryable
+from rollmill.errors import (
+    ImageError,
+    SandboxBusy,
+    SandboxError,
+    SandboxIdInUse,
+    SandboxRetryable,
+    SandboxUnsupported,
+)
 from rollmill.sandboxes.backends.hosted.driver import Found, Gone, Ran, ref_of
 from rollmill.sandboxes.backends.hosted.jobs import JobGuest, apart, parted
 from rollmill.sandboxes.backends.hosted.provider import HostedProvider
@@ -40,8 +48,12 @@ _MOST_PAGES = 1000
 _RETRY_AFTER_S = 5.0
 _GRACE_S = 10.0
 _BEGINNING = frozenset(
-    {"creating", "restoring", "starting", "pending_build", "building_snapshot", "pulling_snapshot", "unknown"}
+    {
+        *("creating", "restoring", "starting", "resuming", "pending_build", "building_snapshot", "pulling_snapshot"),
+        "unknown",
+    }
 )
+_PAUSED = frozenset({"pausing", "paused"})
 _ENDED = frozenset({"destroyed", "destroying", "error", "build_failed", "archived", "archiving"})
 
 
@@ -78,9 +90,20 @@ class ToolboxShell:
     def __init__(self, http: VendorHttp, *, address: str) -> None:
         self._http = http
         self._address = address
+        self._runs = asyncio.Event()
+        self._runs.set()
+
+    def hold(self) -> None:
+        """Let calls wait: the sandbox is being paused."""
+        self._runs.clear()
+
+    def release(self) -> None:
+        """Let calls go on."""
+        self._runs.set()
 
     async def run(self, script: str, arguments: Sequence[str], *, deadline_s: float) -> Ran:
-        """Run a script to its end."""
+        """Run a script to its end; in a paused sandbox once it goes on, which its lease bounds."""
+        await self._runs.wait()
         line = shlex.join(argv_of(*_flat(apart(script, arguments))))
         try:
             reply = await self._http.call(
@@ -115,7 +138,10 @@ def _flat(pair: tuple[str, list[str]]) -> list[str]:
 
 def _explain(error: Refused) -> SandboxError:
     words = error.words.lower()
-    if error.status in (404, 410) or "not found" in words or "not started" in words or "is not running" in words:
+    if "not started" in words or "is not running" in words:
+        # It may have ended, or be paused by somebody: its state tells.
+        return CutOff(f"the sandbox's toolbox does not run: {error.words}")
+    if error.status in (404, 410) or "not found" in words:
         return Gone(f"the sandbox's toolbox is gone: {error.words}")
     if error.status in (408, 504) or "timeout" in words:
         return CutOff(f"a command of the toolbox took too long: {error.words}")
@@ -131,7 +157,12 @@ class DaytonaDriver:
 
     product = "Daytona"
     capabilities = Capabilities(
-        extend_ttl=True, labels=True, limits=("cpu_s", "wall_s", "exec_s", "output_bytes", "open_files")
+        pause=True,
+        extend_ttl=True,
+        labels=True,
+        files_snapshot=True,
+        fork=True,
+        limits=("cpu_s", "wall_s", "exec_s", "output_bytes", "open_files"),
     )
 
     def __init__(self, settings: DaytonaSettings) -> None:
@@ -144,6 +175,7 @@ class DaytonaDriver:
             call_s=settings.call_s,
             secrets=(token,),
         )
+        self._shells: dict[str, ToolboxShell] = {}
 
     @property
     def protections(self) -> frozenset[Protection] | None:
@@ -199,6 +231,7 @@ class DaytonaDriver:
     def _found(self, shown: Mapping[str, Any], marks: Mapping[str, str] | None = None) -> Found:
         state = str(shown.get("state", "unknown"))
         known = SandboxState.STARTING if state in _BEGINNING else SandboxState.READY
+        known = SandboxState.PAUSED if state in _PAUSED else known
         return Found(
             ref=ref_of(shown["id"]),
             marks=dict(shown.get("labels") or {}) if marks is None else marks,
@@ -216,29 +249,34 @@ class DaytonaDriver:
         return reply.json()
 
     async def enter(self, found: Found, spec: SandboxSpec) -> JobGuest:
-        """Wait until it has started."""
+        """Wait until it has started, or find it paused."""
         while True:
             shown = await self._show(found)
             state = str(shown.get("state"))
-            if state == "started":
+            if state in ("started", "paused"):
                 break
             if state in ("error", "build_failed"):
                 raise _start_error(str(shown.get("errorReason") or state))
             if state in _ENDED:
                 raise Gone(f"the sandbox ended before it started: {state}")
             await asyncio.sleep(_LOOK_S)
+        guest = await self._guest(found, shown)
+        if state == "started":
+            await guest.probe()
+        return guest
+
+    async def _guest(self, found: Found, shown: Mapping[str, Any]) -> JobGuest:
         toolbox = str(shown.get("toolboxProxyUrl") or "") or await self._toolbox(found)
+        shell = ToolboxShell(self._http, address=f"{toolbox.rstrip('/')}/{found.ref}")
         settings = self._settings
-        guest = JobGuest(
-            ToolboxShell(self._http, address=f"{toolbox.rstrip('/')}/{found.ref}"),
+        return JobGuest(
+            self._shells.setdefault(found.ref, shell),
             product=self.product,
             scratch=settings.scratch,
             wait_s=settings.wait_s,
             idle_s=settings.idle_s,
             call_s=settings.call_s,
         )
-        await guest.probe()
-        return guest
 
     async def _toolbox(self, found: Found) -> str:
         reply = await self._http.call("GET", f"sandbox/{found.ref}/toolbox-proxy-url", what="the toolbox's address")
@@ -273,6 +311,7 @@ class DaytonaDriver:
 
     async def kill(self, found: Found) -> None:
         """Delete it."""
+        self._shells.pop(found.ref, None)
         try:
             await self._http.call("DELETE", f"sandbox/{found.ref}", what=f"the end of {found.ref}")
         except Refused as error:
@@ -285,20 +324,105 @@ class DaytonaDriver:
 
     async def set_ttl(self, found: Found, ttl_s: float) -> None:
         """Set when the service ends it."""
+        await self._ask(found, f"ttl/{_minutes(ttl_s)}", what=f"a longer time limit of {found.ref}")
+
+    async def _ask(self, found: Found, verb: str, *, what: str, body: Any = None) -> None:
         try:
-            path = f"sandbox/{found.ref}/ttl/{_minutes(ttl_s)}"
-            await self._http.call("POST", path, what=f"a longer time limit of {found.ref}")
+            await self._http.call("POST", f"sandbox/{found.ref}/{verb}", what=what, body=body)
         except Refused as error:
             if error.status == 404:
                 raise Gone(f"Daytona does not know sandbox {found.ref} any more: {error.words}") from error
             raise
 
     async def pause(self, found: Found) -> None:
-        """Never called: it is not offered."""
+        """Freeze its processes; what waits for a program there waits until it goes on."""
+        shell = self._shells.get(found.ref)
+        if shell is not None:
+            shell.hold()
+        try:
+            await self._ask(found, "pause", what=f"a pause of {found.ref}")
+            await self._until(found, "paused")
+        except BaseException as error:
+            if shell is not None:
+                shell.release()
+            if isinstance(error, Refused) and error.status in (400, 403, 405, 501):
+                raise SandboxUnsupported(f"Daytona cannot pause {found.ref}: {error}", capability="pause") from error
+            raise
 
     async def resume(self, found: Found, *, ttl_s: float) -> JobGuest | None:
-        """Never called: it is not offered."""
-        return None
+        """Let its processes go on."""
+        try:
+            await self._ask(found, "start", what=f"the resumption of {found.ref}")
+        except Refused as error:
+            if error.status != 409:  # it goes on already
+                raise
+        shown = await self._until(found, "started")
+        await self.set_ttl(found, ttl_s)
+        guest = await self._guest(found, shown)
+        self._shells[found.ref].release()
+        await guest.probe()
+        return guest
+
+    async def _until(self, found: Found, state: str) -> Mapping[str, Any]:
+        """Return it as it is shown once it has a state."""
+        try:
+            async with asyncio.timeout(self._settings.call_s):
+                while True:
+                    shown = await self._show(found)
+                    if (seen := str(shown.get("state"))) == state:
+                        return shown
+                    if seen in _ENDED:
+                        raise Gone(f"sandbox {found.ref} is {seen} at Daytona: {shown.get('errorReason') or ''}")
+                    await asyncio.sleep(_LOOK_S)
+        except TimeoutError as error:
+            raise CutOff(
+                f"sandbox {found.ref} was not {state} at Daytona within {self._settings.call_s:g} s (call_s)"
+            ) from error
+
+    # -- snapshots ---------------------------------------------------------------------------------------------------
+
+    async def keep(self, found: Found, *, name: str) -> str:
+        """Make a snapshot of its files, which others are made of by its name."""
+        try:
+            await self._ask(found, "snapshot", what=f"a snapshot of {found.ref}", body={"name": name})
+        except Refused as error:
+            if error.status == 409 and "exist" in error.words:
+                raise SandboxIdInUse(f"Daytona has a snapshot {name} already: {error.words}") from error
+            if error.status == 409:
+                raise SandboxBusy(f"Daytona takes no snapshot now: {error.words}") from error
+            raise
+        while True:
+            passing = (await self._show(found)).get("state") == "snapshotting"
+            shown = await self._snapshot(name) or {}
+            if shown.get("state") == "active" and not passing:
+                return name
+            if shown.get("state") in ("error", "build_failed"):
+                raise SandboxError(f"Daytona could not keep the files of {found.ref}: {shown.get('errorReason')}")
+            await asyncio.sleep(_LOOK_S)
+
+    async def _snapshot(self, name: str) -> Mapping[str, Any] | None:
+        try:
+            return (await self._http.call("GET", f"snapshots/{name}", what=f"the snapshot {name}")).json()
+        except Refused as error:
+            if error.status == 404:
+                return None
+            raise
+
+    async def kept(self, name: str) -> str | None:
+        """Look whether there is a snapshot of this name."""
+        shown = await self._snapshot(name)
+        return None if shown is None or shown.get("state") == "removing" else name
+
+    async def forget(self, image: str) -> None:
+        """Delete a snapshot, by the id that its name stands for."""
+        shown = await self._snapshot(image)
+        if shown is None:
+            return
+        try:
+            await self._http.call("DELETE", f"snapshots/{ref_of(shown['id'])}", what=f"the end of snapshot {image}")
+        except Refused as error:
+            if error.status != 404:
+                raise
 
     async def close(self) -> None:
         """Let go of all connections."""
