@@ -77,6 +77,10 @@ async def open_kubernetes(engine: Provider, directory: Path, **settings: Any) ->
     ), fake
 
 
+async def open_kubernetes_pool(engine: Provider, directory: Path) -> Opened:
+    return await open_kubernetes(engine, directory, warm_pool="python-pool")
+
+
 async def open_modal(engine: Provider, directory: Path, **settings: Any) -> Opened:
     fake = FakeModal(engine)
     return ModalProvider(ModalSettings(**settings), fake), fake
@@ -96,6 +100,7 @@ OPENERS: dict[str, Callable[..., Awaitable[Opened]]] = {
     "docker_read_only": open_docker_read_only,
     "e2b": open_e2b,
     "kubernetes": open_kubernetes,
+    "kubernetes_pool": open_kubernetes_pool,
     "modal": open_modal,
     "prime": open_prime,
     "swerex": open_swerex,
@@ -107,6 +112,7 @@ LEVELS = {
     "docker_read_only": _CAPPED,
     "e2b": frozenset({"virtual_machine"}),
     "kubernetes": _CAPPED,
+    "kubernetes_pool": _CAPPED,
     "modal": frozenset({"own_kernel"}),
     "prime": frozenset({"virtual_machine"}),
     "swerex": frozenset({"hardened"}),

@@ -326,3 +326,11 @@ def form_of(request: Request) -> dict[str, bytes]:
     for part in message.iter_parts():  # type: ignore[attr-defined]
         found[part.get_param("name", header="content-disposition")] = part.get_payload(decode=True)
     return found
+
+
+def filename_of(request: Request) -> str:
+    """Return the file's name in a form."""
+    head = f"Content-Type: {request.headers['content-type']}\r\n\r\n".encode()
+    message = email.message_from_bytes(head + request.body, policy=HTTP)
+    (part,) = message.iter_parts()  # type: ignore[attr-defined]
+    return part.get_filename()

@@ -17,7 +17,7 @@ import time
 from typing import Any
 from urllib.parse import parse_qsl
 
-from fake_e2b import GIB, engine_spec
+from fake_e2b import GIB, engine_spec, filename_of, form_of
 from loopback_http import Answer, LoopbackServer, Request, Taken, answer_json
 from rollmill.errors import SandboxDead, SandboxError
 from rollmill.sandboxes import DeathReason, Lease, Provider
@@ -25,6 +25,9 @@ from sandbox_builders import new_id
 
 TOKEN = "k8s-token"
 _BASE = "/apis/agents.x-k8s.io/v1beta1/namespaces/default/sandboxes"
+
+
+_CLAIMS = "/apis/extensions.agents.x-k8s.io/v1beta1/namespaces/default/sandboxclaims"
 
 
 class FakeKubernetes:
@@ -37,12 +40,19 @@ class FakeKubernetes:
         self.sandboxes: dict[str, Any] = {}
         self.images = {"debian:stable-slim"}
         self.page = 500
+        self.pools = {"python-pool"}
+        self.claims: dict[str, dict[str, Any]] = {}
+        self.version = 1
 
     async def handle(self, request: Request) -> Answer:
         if request.headers.get("authorization") != f"Bearer {TOKEN}":
             return _status(401, "Unauthorized")
         if found := re.fullmatch(r"/api/v1/namespaces/default/pods/([^/]+)(/exec)?", request.path):
             return await self._pod(request, found[1], bool(found[2]))
+        if request.path.startswith("/router/"):
+            return await self._router(request)
+        if request.path.startswith(_CLAIMS):
+            return await self._claim(request, request.path.removeprefix(_CLAIMS).strip("/"))
         if not request.path.startswith(_BASE):
             return _status(404, "the server could not find the requested resource")
         name = request.path.removeprefix(_BASE).strip("/")
@@ -83,6 +93,7 @@ class FakeKubernetes:
 
     async def _delete(self, name: str) -> None:
         del self.objects[name]
+        self.sandboxes.pop(f"{name}-pod", None)
         if name in self.sandboxes:
             await self.sandboxes.pop(name).kill()
 
@@ -106,10 +117,90 @@ class FakeKubernetes:
         more = {"continue": str(start + size)} if start + size < len(found) else {}
         return answer_json({"items": found[start : start + size], "metadata": more})
 
+    # -- claims ------------------------------------------------------------------------------------------------------
+
+    async def _claim(self, request: Request, name: str) -> Answer:
+        if not name:
+            return await self._take(request) if request.method == "POST" else self._list_claims(request)
+        if name not in self.claims:
+            return _status(404, f'sandboxclaims.extensions.agents.x-k8s.io "{name}" not found')
+        claim = self._shown_claim(name)
+        if request.method == "DELETE":
+            del self.claims[name]
+            if (sandbox := claim["status"].get("sandbox")) and sandbox["name"] in self.objects:
+                await self._delete(sandbox["name"])
+        elif request.method == "PATCH":
+            assert request.headers["content-type"] == "application/merge-patch+json"
+            assert request.json()["spec"]["lifecycle"]["shutdownPolicy"] == "Delete"
+            self.claims[name]["spec"] |= request.json()["spec"]
+        return answer_json(claim)
+
+    async def _take(self, request: Request) -> Answer:
+        """Hand out a sandbox of a pool: its name is the pool's, and its pod may have another one."""
+        body = request.json()
+        name = body["metadata"]["name"]
+        if name in self.claims:
+            return _status(409, f'sandboxclaims.extensions.agents.x-k8s.io "{name}" already exists')
+        self.version += 1
+        body["metadata"] |= {"uid": new_id(), "resourceVersion": str(self.version)}
+        pool = body["spec"]["warmPoolRef"]["name"]
+        self.claims[name] = {**body, "status": {}}
+        if pool in self.pools:
+            taken = f"{pool}-{new_id()}"
+            sandbox = await self._engine.create(
+                engine_spec(pids=400), id=new_id(), lease=Lease(owner="fake", ttl_s=3600.0)
+            )
+            self.sandboxes[taken] = self.sandboxes[f"{taken}-pod"] = sandbox
+            metadata = {"name": taken, "annotations": {"agents.x-k8s.io/pod-name": f"{taken}-pod"}}
+            self.objects[taken] = {"metadata": metadata, "spec": {}}
+            self.claims[name]["status"] = {"sandbox": {"name": taken}}
+        return answer_json(body, 201)
+
+    def _shown_claim(self, name: str) -> dict[str, Any]:
+        claim = self.claims[name]
+        taken = claim["status"].get("sandbox", {}).get("name")
+        if taken is None:
+            ready = {"status": "False", "reason": "WarmPoolNotFound", "message": "no such pool"}
+        elif self.sandboxes[taken].death is not None:
+            ready = {"status": "False", "reason": "PodFailed", "message": "it failed"}
+        else:
+            ready = {"status": "True", "reason": "DependenciesReady"}
+        return {**claim, "status": {**claim["status"], "conditions": [{"type": "Ready", **ready}]}}
+
+    def _list_claims(self, request: Request) -> Answer:
+        pairs = dict(one.split("=") for one in request.query.get("labelSelector", "").split(",") if one)
+        field, _, wanted = request.query.get("fieldSelector", "").partition("=")
+        assert field in ("", "metadata.name")
+        found = [
+            self._shown_claim(name)
+            for name, one in self.claims.items()
+            if pairs.items() <= one["metadata"]["labels"].items() and wanted in ("", name)
+        ]
+        if request.query.get("watch") in ("true", "True"):
+            lines = [json.dumps({"type": "ADDED", "object": one}).encode() + b"\n" for one in found]
+            return Answer(200, b"".join(lines), {"content-type": "application/json"})
+        start = int(request.query.get("continue", 0))
+        size = min(self.page, int(request.query.get("limit", self.page)))
+        more = {"continue": str(start + size)} if start + size < len(found) else {}
+        return answer_json({"items": found[start : start + size], "metadata": more})
+
+    async def _router(self, request: Request) -> Answer:
+        """The router to the runtime inside each sandbox, which the vendor's SDK uses; our adapter uses `exec`."""
+        sandbox = self.sandboxes[request.headers["x-sandbox-id"]]
+        verb, _, rest = request.path.removeprefix("/router/").partition("/")
+        if verb == "execute":
+            result = await sandbox.exec(["sh", "-c", request.json()["command"]])
+            out, err = result.stdout.decode(), result.stderr.decode()
+            return answer_json({"stdout": out, "stderr": err, "exit_code": result.exit_code})
+        if verb == "upload":
+            await sandbox.write(f"/workspace/{filename_of(request)}", form_of(request)["file"])
+            return answer_json({"message": "uploaded"})
+        return Answer(200, await sandbox.read(f"/workspace/{rest}"))
+
     # -- pods --------------------------------------------------------------------------------------------------------
 
     async def _pod(self, request: Request, name: str, run: bool) -> Answer:
-        if name not in self.objects:
+        if name not in self.objects and name not in self.sandboxes:
             return _status(404, f'pods "{name}" not found')
         sandbox = self.sandboxes.get(name)
         if not run:

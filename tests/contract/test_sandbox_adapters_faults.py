@@ -21,11 +21,12 @@ CREATES = {
     "docker": "POST /v1.41/containers/create",
     "e2b": "POST /v2/sandboxes",
     "kubernetes": "POST /apis/agents.x-k8s.io/v1beta1/namespaces/default/sandboxes",
+    "kubernetes_pool": "POST /apis/extensions.agents.x-k8s.io/v1beta1/namespaces/default/sandboxclaims",
     "prime": "POST /api/v1/sandbox",
 }
 """The request that makes a sandbox, of the vendors that are reached by HTTP."""
 
-BAD_IMAGES = {"daytona": "nothing", "e2b": "nothing", "kubernetes": "nothing", "modal": "nothing", "prime": "nothing"}
+BAD_IMAGES = dict.fromkeys(("daytona", "e2b", "kubernetes", "kubernetes_pool", "modal", "prime"), "nothing")
 
 
 @pytest.fixture(scope="module")

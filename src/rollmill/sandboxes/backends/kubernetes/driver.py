@@ -1,4 +1,4 @@
-"""Kubernetes: one `Sandbox` of the agent-sandbox controller for each, by the API server's HTTP.
+"""Kubernetes: one `Sandbox` of the agent-sandbox controller for each, or a claim on a warm pool, by the API server.
 
 Follows `agents.x-k8s.io/v1beta1` of agent-sandbox 1.0, and `exec` over WebSockets as Kubernetes 1.30 and later have it.
 The id and the spec's digest are labels; what is too long or too free for a label is an annotation.
@@ -21,6 +21,7 @@ from rollmill.sandboxes.backends.hosted.driver import Found, Gone, ref_of
 from rollmill.sandboxes.backends.hosted.provider import HostedProvider
 from rollmill.sandboxes.backends.hosted.settings import CLAIMS
 from rollmill.sandboxes.backends.http import Refused, VendorHttp, understood
+from rollmill.sandboxes.backends.kubernetes import claims
 from rollmill.sandboxes.backends.kubernetes.guest import PodGuest
 from rollmill.sandboxes.backends.kubernetes.settings import KubernetesSettings
 from rollmill.sandboxes.isolation import Protection
@@ -56,6 +57,11 @@ def key_of(sandbox_id: str) -> str:
     return hashlib.sha256(sandbox_id.encode()).hexdigest()[:20]
 
 
+_LIMITS = ("cpu_s", "wall_s", "exec_s", "output_bytes", "open_files")
+_OWN_LIMITS = ("memory_bytes", "disk_bytes", "cpus")
+"""Of a pod that is made for its spec; those of a pool's pods stand in its template."""
+
+
 def manifest(
     spec: SandboxSpec, *, id: str, marks: Mapping[str, str], ends_wall_s: float, settings: KubernetesSettings
 ) -> dict[str, Any]:
@@ -88,15 +94,11 @@ def manifest(
     }
     if settings.runtime_class:
         pod["runtimeClassName"] = settings.runtime_class
-    labels = {_OURS: "true", _KEY: key_of(id)}
+    labels = _labels(id)
     return {
         "apiVersion": _GROUP,
         "kind": "Sandbox",
-        "metadata": {
-            "name": f"rollmill-{key_of(id)}",
-            "labels": labels,
-            "annotations": {_MARKS: json.dumps(dict(marks), separators=(",", ":"))},
-        },
+        "metadata": {"name": _name(id), "labels": labels, "annotations": _annotations(marks)},
         "spec": {
             "podTemplate": {"metadata": {"labels": labels}, "spec": pod},
             "shutdownTime": _moment(ends_wall_s),
@@ -104,6 +106,18 @@ def manifest(
             "operatingMode": "Running",
         },
     }
+
+
+def _name(id: str) -> str:
+    return f"rollmill-{key_of(id)}"
+
+
+def _labels(id: str) -> dict[str, str]:
+    return {_OURS: "true", _KEY: key_of(id)}
+
+
+def _annotations(marks: Mapping[str, str]) -> dict[str, str]:
+    return {_MARKS: json.dumps(dict(marks), separators=(",", ":"))}
 
 
 def _moment(wall_s: float) -> str:
@@ -119,13 +133,6 @@ class KubernetesDriver:
     """
 
     product = "Kubernetes"
-    capabilities = Capabilities(
-        extend_ttl=True,
-        labels=True,
-        idempotent_create=True,
-        egress_policy=False,
-        limits=("memory_bytes", "disk_bytes", "cpus", "cpu_s", "wall_s", "exec_s", "output_bytes", "open_files"),
-    )
 
     def __init__(self, settings: KubernetesSettings) -> None:
         self._settings = settings
@@ -141,7 +148,20 @@ class KubernetesDriver:
             secrets=() if token is None else (token.reveal(),),
             trust=self._trust,
         )
-        self._base = f"/apis/{_GROUP}/namespaces/{settings.namespace}/sandboxes"
+        self._sandboxes = f"/apis/{_GROUP}/namespaces/{settings.namespace}/sandboxes"
+        self._claims = f"/apis/{claims.GROUP}/namespaces/{settings.namespace}/sandboxclaims"
+        self._base = self._claims if settings.warm_pool else self._sandboxes
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """Return what it can do here."""
+        return Capabilities(
+            extend_ttl=True,
+            labels=True,
+            idempotent_create=True,
+            egress_policy=False,
+            limits=_LIMITS if self._settings.warm_pool else (*_OWN_LIMITS, *_LIMITS),
+        )
 
     @property
     def protections(self) -> frozenset[Protection] | None:
@@ -160,7 +180,7 @@ class KubernetesDriver:
 
     async def create(self, spec: SandboxSpec, *, id: str, marks: Mapping[str, str], ttl_s: float) -> Found:
         """Make a sandbox; its name is its id's, so that the same one is never made twice."""
-        body = manifest(spec, id=id, marks=marks, ends_wall_s=time.time() + ttl_s, settings=self._settings)
+        body = self._resource(spec, id=id, marks=marks, ends_wall_s=time.time() + ttl_s)
         try:
             reply = await self._http.call("POST", self._base, what="a sandbox", body=body, deadline_s=math.inf)
         except Refused as error:
@@ -168,12 +188,22 @@ class KubernetesDriver:
                 return await self._again(id, marks, error)
             if error.status == 404:
                 raise SandboxError(
-                    f"the cluster has no {_GROUP}, or no namespace {self._settings.namespace!r}: {error.words}. "
+                    f"the cluster has no {body['apiVersion']}, or no namespace {self._settings.namespace!r}: "
+                    f"{error.words}. "
                     "Install the agent-sandbox controller"
                 ) from error
             raise
         with understood("a sandbox"):
             return self._found(reply.json())
+
+    def _resource(self, spec: SandboxSpec, *, id: str, marks: Mapping[str, str], ends_wall_s: float) -> dict[str, Any]:
+        pool = self._settings.warm_pool
+        if not pool:
+            return manifest(spec, id=id, marks=marks, ends_wall_s=ends_wall_s, settings=self._settings)
+        pool = spec.image.name if isinstance(spec.image, NamedImage) else pool
+        body = claims.manifest(name=_name(id), pool=pool, labels=_labels(id), annotations=_annotations(marks))
+        body["spec"]["lifecycle"] = claims.lifecycle(_moment(ends_wall_s))
+        return body
 
     async def _again(self, id: str, marks: Mapping[str, str], error: Refused) -> Found:
         """Return the one that has this name, if it is of the same spec."""
@@ -188,15 +218,20 @@ class KubernetesDriver:
             marks = json.loads((metadata.get("annotations") or {}).get(_MARKS, "{}"))
         except ValueError:
             marks = {}
-        ready, finished = _condition(shown, "Ready"), _condition(shown, "Finished")
-        state = SandboxState.READY if ready.get("status") == "True" else SandboxState.STARTING
-        pod = (metadata.get("annotations") or {}).get(_POD_ANNOTATION) or metadata["name"]
         return Found(
             ref=ref_of(metadata["name"]),
             marks={str(name): str(value) for name, value in marks.items()},
-            state=SandboxState.DEAD if finished.get("status") == "True" else state,
-            access={"pod": str(pod)},
+            state=self._state(shown),
+            access={"pod": claims.sandbox_of(shown) if self._settings.warm_pool else _pod(metadata)},
         )
+
+    def _state(self, shown: Mapping[str, Any]) -> SandboxState:
+        ready = _condition(shown, "Ready")
+        if self._settings.warm_pool:
+            return claims.state_of(shown, ready)
+        if _condition(shown, "Finished").get("status") == "True":
+            return SandboxState.DEAD
+        return SandboxState.READY if ready.get("status") == "True" else SandboxState.STARTING
 
     async def _show(self, found: Found) -> Mapping[str, Any]:
         try:
@@ -216,19 +251,36 @@ class KubernetesDriver:
                 break
             if seen.state is SandboxState.DEAD:
                 raise SandboxError(f"the pod ended before it was ready: {_condition(shown, 'Finished')}")
+            if self._settings.warm_pool and (problem := claims.problem(_condition(shown, "Ready"))) is not None:
+                raise problem
             await self._check_image(seen)
             await asyncio.sleep(_LOOK_S)
         namespace = self._settings.namespace
         return PodGuest(
-            address=f"{self._server}/api/v1/namespaces/{namespace}/pods/{seen.access['pod']}/exec",
+            address=f"{self._server}/api/v1/namespaces/{namespace}/pods/{await self._pod_of(seen)}/exec",
             headers=self._headers,
             trust=self._trust,
             container=self._settings.container,
             limit_s=self._settings.call_s,
         )
 
+    async def _pod_of(self, found: Found) -> str:
+        """Return the name of a sandbox's pod; a claim names the sandbox alone."""
+        name = found.access["pod"]
+        if not self._settings.warm_pool:
+            return name
+        try:
+            shown = (await self._http.call("GET", f"{self._sandboxes}/{name}", what=f"a look at {name}")).json()
+        except Refused as error:
+            if error.status == 404:
+                raise Gone(f"Kubernetes does not know sandbox {name} any more: {error.words}") from error
+            raise
+        return _pod(shown.get("metadata") or {"name": name})
+
     async def _check_image(self, found: Found) -> None:
         """Raise if the pod waits for an image that will not come."""
+        if not found.access["pod"]:
+            return  # no sandbox was given yet
         path = f"/api/v1/namespaces/{self._settings.namespace}/pods/{found.access['pod']}"
         try:
             shown = (await self._http.call("GET", path, what="a look at a pod")).json()
@@ -298,12 +350,14 @@ class KubernetesDriver:
 
     async def set_ttl(self, found: Found, ttl_s: float) -> None:
         """Move its end."""
+        ends = _moment(time.time() + ttl_s)
+        change = {"lifecycle": claims.lifecycle(ends)} if self._settings.warm_pool else {"shutdownTime": ends}
         try:
             await self._http.call(
                 "PATCH",
                 f"{self._base}/{found.ref}",
                 what=f"a longer life of {found.ref}",
-                content=json.dumps({"spec": {"shutdownTime": _moment(time.time() + ttl_s)}}).encode(),
+                content=json.dumps({"spec": change}).encode(),
                 headers={"Content-Type": "application/merge-patch+json"},
             )
         except Refused as error:
@@ -321,6 +375,10 @@ class KubernetesDriver:
     async def close(self) -> None:
         """Let go of all connections."""
         await self._http.close()
+
+
+def _pod(metadata: Mapping[str, Any]) -> str:
+    return str((metadata.get("annotations") or {}).get(_POD_ANNOTATION) or metadata["name"])
 
 
 def _condition(shown: Mapping[str, Any], kind: str) -> Mapping[str, Any]:

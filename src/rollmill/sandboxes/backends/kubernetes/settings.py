@@ -24,6 +24,8 @@ class KubernetesSettings(HostedSettings, frozen=True, kw_only=True):
         authority: file with the server's certificate authority; empty: the pod's own, or the system's.
         namespace: where sandboxes are made. Its network policy must deny everything: a pod cannot ask for that itself.
         image: what stands for `HostImage`.
+        warm_pool: `SandboxWarmPool` that sandboxes are claimed from instead of made; a `NamedImage` names another pool
+            then, and memory, disk, processors and the runtime class stand in the pool's template. Empty: made.
         runtime_class: of pods, such as `gvisor` or `kata`; empty: the cluster's default.
         isolation: what the runtime class and the namespace's policies make of it. `none` is what is known without.
         container: name of the container in the pod.
@@ -33,13 +35,14 @@ class KubernetesSettings(HostedSettings, frozen=True, kw_only=True):
     authority: str = ""
     namespace: str = "default"
     image: str = "debian:stable-slim"
+    warm_pool: str = ""
     runtime_class: str = ""
     isolation: IsolationLevel = IsolationLevel.NONE
     container: str = "sandbox"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("namespace", "container"):
+        for name in ("namespace", "container", *(["warm_pool"] if self.warm_pool else [])):
             if not _NAME.fullmatch(getattr(self, name)):
                 raise ConfigError(f"{name} is {getattr(self, name)!r}, which cannot be a name in Kubernetes")
 
