@@ -160,6 +160,8 @@ class FakePrime:
                 await sandbox.write(request.query["path"], form_of(request)["file"])
                 shown = {"success": True, "path": request.query["path"], "size": 0}
                 return answer_json({**shown, "timestamp": "2026-01-01T00:00:00Z"})
+            if verb == "download":
+                return Answer(200, await sandbox.read(request.query["path"]))
             (length,) = struct.unpack(">I", request.body[1:5])
             command = MESSAGES["StartRequest"].FromString(request.body[5 : 5 + length]).command
             process = await sandbox.start_process(

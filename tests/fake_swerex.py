@@ -81,6 +81,12 @@ class FakeSweRex:
             await runtime.sandbox.write(form["target_path"].decode(), form["file"])
             return {}
         body = request.json()
+        if verb == "read_file":
+            content = await runtime.sandbox.read(body["path"])
+            return {"content": content.decode(body["encoding"] or "utf-8", body["errors"] or "strict")}
+        if verb == "write_file":
+            await runtime.sandbox.write(body["path"], body["content"].encode())
+            return {}
         assert verb == "execute"
         result = await runtime.sandbox.exec(
             body["command"],

@@ -1,15 +1,19 @@
 """SWE-ReX's own server in place of our fake of it: one in each namespace sandbox, reached by a relay inside.
 
-Needs a directory with SWE-ReX and what it imports, for the Python of the host's system directories; see
-docs/how-to/sandboxes.md. The sandboxes have no network, so each request goes in as the input of a short program.
+Needs a directory with SWE-ReX and what it imports, for the Python of the host's system directories: the one that an
+environment variable names, or that of this environment. The sandboxes have no network, so each request goes in as the
+input of a short program.
 """
 
 from __future__ import annotations
 
 import asyncio
 import base64
+import importlib.util
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +31,7 @@ from sandbox_builders import new_id
 
 SITE_VARIABLE = "ROLLMILL_SWEREX_SITE"
 _PORT = 8000
+_PYTHON = "/usr/bin/python3"
 _PASSED_ON = ("x-api-key", "content-type", "x-request-id")
 _START_S, _LOOK_S, _RELAY_S = 30.0, 0.1, 60.0
 
@@ -44,12 +49,24 @@ json.dump([*told[:2], base64.b64encode(told[2]).decode()], sys.stdout)
 """
 
 
+def site() -> str:
+    """Return the directory with SWE-ReX, empty if there is none."""
+    if named := os.environ.get(SITE_VARIABLE, ""):
+        return named
+    found = importlib.util.find_spec("swerex")
+    return "" if found is None or found.origin is None else str(Path(found.origin).parents[1])
+
+
 def why_no_swerex() -> str:
     """Why the real one cannot be had here; empty if it can."""
-    site = os.environ.get(SITE_VARIABLE, "")
-    if not site:
-        return f"{SITE_VARIABLE} names no directory with SWE-ReX"
-    return "" if (Path(site) / "swerex").is_dir() else f"{SITE_VARIABLE} is {site!r}, which holds no swerex"
+    named = site()
+    if not named:
+        return f"SWE-ReX is not installed, `make test-vendors` has it, and {SITE_VARIABLE} names no directory with it"
+    if not (Path(named) / "swerex").is_dir():
+        return f"{named!r} holds no swerex"
+    inside = subprocess.run([_PYTHON, "-V"], capture_output=True, text=True, check=False).stdout.strip()
+    wanted = f"Python {sys.version_info.major}.{sys.version_info.minor}."
+    return "" if inside.startswith(wanted) else f"{_PYTHON} is {inside!r}, and SWE-ReX is there for {wanted}x"
 
 
 class RealRuntime(FakeRuntime):
@@ -62,12 +79,12 @@ class RealSweRex(FakeSweRex):
     """All servers, and their deployment."""
 
     async def start(self, *, id: str, image: Image) -> Endpoint:
-        ref, site = new_id(), os.environ[SITE_VARIABLE]
-        spec = msgspec.structs.replace(engine_spec(pids=400), expose=(site,))
+        ref = new_id()
+        spec = msgspec.structs.replace(engine_spec(pids=400), expose=(site(),))
         sandbox = await self._engine.create(spec, id=ref, lease=Lease(owner="fake", ttl_s=3600.0))
         runtime = self.runtimes[ref] = RealRuntime(sandbox)
         argv = ["python3", "-m", "swerex", "--host", "127.0.0.1", "--port", str(_PORT), "--auth-token", TOKEN]
-        env = {"PYTHONPATH": site, "PYTHONDONTWRITEBYTECODE": "1", "PATH": "/usr/bin:/bin"}
+        env = {"PYTHONPATH": site(), "PYTHONDONTWRITEBYTECODE": "1", "PATH": "/usr/bin:/bin"}
         process = await sandbox.start_process(argv, env=env, output_cap_bytes=GIB)
         runtime.drain = asyncio.create_task(_drain(process))
         for _ in range(round(_START_S / _LOOK_S)):

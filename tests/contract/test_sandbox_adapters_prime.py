@@ -1,13 +1,12 @@
-"""Prime's API: what is sent to it, and its own SDK against the same fake."""
+"""Prime's API: what is sent to it. Its own SDK runs against the same fake in `test_sandbox_vendor_prime`."""
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator
 
 import pytest
 
-from adapter_rigs import PRIME_TOKEN, AdapterRig, adapter_rig
+from adapter_rigs import AdapterRig, adapter_rig
 from rollmill.errors import SandboxDead
 from rollmill.sandboxes import Lease, Provider
 from sandbox_builders import SPEC, new_id, real_rig, start, why_no_namespaces
@@ -61,33 +60,5 @@ def test_memory_that_ran_out_is_the_rollouts_doing(rig):
         with pytest.raises(SandboxDead) as raised:
             await sandbox.exec(["true"])
         assert (raised.value.reason, raised.value.fault) == ("out_of_memory", "rollout")
-
-    rig.run(body)
-
-
-def test_the_public_sdk_sees_what_we_made_and_runs_programs_in_it(rig, monkeypatch, tmp_path):
-    prime = pytest.importorskip("prime_sandboxes", reason="the public SDK of Prime is not installed")
-    monkeypatch.setenv("HOME", str(tmp_path))  # where it keeps tokens
-    monkeypatch.setenv("PRIME_API_BASE_URL", rig.fake.server.url)
-    monkeypatch.setenv("PRIME_API_KEY", PRIME_TOKEN)
-
-    async def body(provider: Provider) -> None:
-        sandbox = await start(provider)
-
-        def theirs() -> None:
-            api = prime.APIClient()
-            client = prime.SandboxClient(api)
-            (listed,) = client.list(labels=[f"rollmill-id={sandbox.id}"]).sandboxes
-            assert (listed.id, listed.status, listed.vm) == (sandbox.found.ref, "RUNNING", True)
-            ran = client.execute_command(listed.id, "echo out; echo err >&2; exit 300")
-            assert (ran.stdout, ran.stderr, ran.exit_code) == ("out\n", "err\n", 44)
-            client.upload_bytes(listed.id, "/tmp/from-the-sdk", b"\x00\xff", "name")
-            made = client.create(prime.CreateSandboxRequest(name="theirs", docker_image="a/b:c"))
-            client.delete(made.id)
-            api.client.close()
-
-        await asyncio.to_thread(theirs)
-        assert await sandbox.read("/tmp/from-the-sdk") == b"\x00\xff"
-        await sandbox.kill()
 
     rig.run(body)

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -19,13 +20,20 @@ from hypothesis import strategies as st
 from property.crash_world import scratch_folder
 from rollmill.clock import VirtualClock
 from rollmill.errors import SandboxDead, SandboxError, SandboxLeaseLost, SandboxRetryable
-from rollmill.sandboxes import SandboxSpec, SandboxState
-from rollmill.sandboxes.leases import Claim, Keeper, KeeperSettings, LeaseTable, Phase, SweepReport
+from rollmill.sandboxes import Capabilities, SandboxSpec, SandboxState
+from rollmill.sandboxes.leases import Claim, Keeper, KeeperSettings, LeaseTable, Phase, SweepReport, law
 from rollmill.testing import FakeSandboxProvider, run_virtual
 from rollmill.testing.faults import FaultInjector, Raise
 
 SETTINGS = KeeperSettings(
-    name="test", provider="fake", ttl_s=100.0, suspended_ttl_s=300.0, slack_s=50.0, call_s=20.0, grace_s=40.0
+    name="test",
+    provider="fake",
+    ttl_s=100.0,
+    suspended_ttl_s=300.0,
+    slack_s=50.0,
+    call_s=20.0,
+    grace_s=40.0,
+    keep_before_s=60.0,
 )
 LONGER_THAN_ANY_LEASE_S = 1000.0
 
@@ -61,6 +69,20 @@ class MortalTable(LeaseTable):
         self.fate.pass_by()
 
 
+class Aging(FakeSandboxProvider):
+    """A provider that ends sandboxes at an age and cannot be asked for more."""
+
+    def __init__(self, *, most_s: float | None, **options: Any) -> None:
+        super().__init__(**options)
+        self.most_s = most_s
+
+    async def capabilities(self) -> Capabilities:
+        has = await super().capabilities()
+        if self.most_s is None:
+            return has
+        return msgspec.structs.replace(has, extend_ttl=False, max_lifetime_s=self.most_s)
+
+
 class MortalCalls:
     """The provider, or one of its sandboxes, as an owner calls it that may die before or after any call."""
 
@@ -84,11 +106,11 @@ class MortalCalls:
 class World:
     """Owners of one table after each other, with what each of them believes to hold."""
 
-    def __init__(self, folder: Path, clock: VirtualClock, *, failing_kills: int) -> None:
+    def __init__(self, folder: Path, clock: VirtualClock, *, failing_kills: int, most_s: float | None = None) -> None:
         self.folder, self.clock, self.fate = folder, clock, Fate()
         refusal = Raise(lambda: SandboxRetryable("the provider does not kill now", after_s=1.0))
         faults = FaultInjector({("kill", number): refusal for number in range(1, failing_kills + 1)})
-        self.provider = FakeSandboxProvider(faults=faults, start_s=1.0)
+        self.provider = Aging(most_s=most_s, faults=faults, start_s=1.0)
         self.claims: dict[str, list[Claim]] = {}
         self.lives = 0
         self.table, self.keeper = self.new_owner()
@@ -195,16 +217,21 @@ ACTIONS = st.sampled_from(
 STEPS = st.lists(st.tuples(ACTIONS, st.sampled_from(["a", "b"]), st.sampled_from([-1, -1, 0, 1, 2, 3, 4, 5, 6, 8])))
 
 
-@given(steps=STEPS, failing_kills=st.sampled_from([0, 0, 3]))
-@example(steps=[("start", "a", -1), ("suspend", "a", -1), ("suspend", "a", -1)], failing_kills=0)
-@example(steps=[("start", "a", -1), ("suspend", "a", -1), ("suspend_as_files", "a", -1)], failing_kills=0)
-@example(steps=[("start", "a", -1), ("suspend_as_files", "a", -1), ("suspend", "a", -1)], failing_kills=0)
+@given(steps=STEPS, failing_kills=st.sampled_from([0, 0, 3]), most_s=st.sampled_from([None, None, 110.0]))
+@example(steps=[("start", "a", -1), ("suspend", "a", -1), ("suspend", "a", -1)], failing_kills=0, most_s=None)
+@example(steps=[("start", "a", -1), ("suspend", "a", -1), ("suspend_as_files", "a", -1)], failing_kills=0, most_s=None)
+@example(steps=[("start", "a", -1), ("suspend_as_files", "a", -1), ("suspend", "a", -1)], failing_kills=0, most_s=None)
+@example(
+    steps=[("start", "a", -1), ("wait", "a", -1), ("sweep", "a", 3), ("resume", "a", -1)], failing_kills=0, most_s=110.0
+)
 @settings(max_examples=60, deadline=None)
-def test_whatever_is_killed_and_when_the_old_owner_is_refused_and_nothing_is_left_in_the_end(steps, failing_kills):
+def test_whatever_is_killed_and_when_the_old_owner_is_refused_and_nothing_is_left_in_the_end(
+    steps, failing_kills, most_s
+):
     folder, clock = scratch_folder(), VirtualClock(start_s=1_000_000.0)
 
     async def whole() -> None:
-        world = World(folder, clock, failing_kills=failing_kills)
+        world = World(folder, clock, failing_kills=failing_kills, most_s=most_s)
         try:
             for what, rollout, dies_at in steps:
                 await world.act(what, rollout, dies_at=dies_at)
@@ -260,6 +287,55 @@ def test_a_rollout_suspended_as_files_goes_on_with_them_in_another_sandbox(tmp_p
         assert await world.provider.snapshots() == ()
         with pytest.raises(SandboxLeaseLost):
             await world.keeper.use(first.claim)
+        world.table.close()
+
+    run_virtual(whole(), clock=clock)
+
+
+def test_a_rollout_that_comes_near_the_end_that_its_provider_sets_is_suspended_as_its_files_and_goes_on(tmp_path):
+    clock = VirtualClock(start_s=1000.0)
+
+    async def whole() -> None:
+        world = World(tmp_path, clock, failing_kills=0, most_s=150.0)
+        first = await world.keeper.start("a", SandboxSpec(), policy_version=7)
+        await first.sandbox.write("/state", b"kept")
+        await first.sandbox.start_process(["sleep", "600"])
+        clock.advance(80.0)
+        assert await world.keeper.sweep() == SweepReport()  # 60 s before the end of 150 s, and not earlier
+        await world.keeper.renew(first.claim)
+        clock.advance(10.0)
+        (step,) = (await world.keeper.sweep()).kept
+        assert (step.sandbox_id, step.why) == (
+            first.claim.sandbox_id,
+            "it was asked for 91 s ago, and its provider will end it soon",  # 1 s of it to start
+        )
+        assert await world.alive() == set()
+        for call in (world.keeper.use, world.keeper.renew):
+            with pytest.raises(SandboxLeaseLost, match="suspended as a snapshot of its files"):
+                await call(first.claim)
+        second = await world.keeper.resume("a")
+        assert await second.sandbox.read("/state") == b"kept"
+        clock.advance(80.0)
+        await world.keeper.renew(second.claim)
+        assert await world.keeper.sweep() == SweepReport()  # its own time began anew
+        world.table.close()
+
+    run_virtual(whole(), clock=clock)
+
+
+def test_files_that_cannot_be_kept_are_tried_again_by_the_next_sweep(tmp_path):
+    clock = VirtualClock(start_s=1000.0)
+
+    async def whole() -> None:
+        world = World(tmp_path, clock, failing_kills=0, most_s=150.0)
+        first = await world.keeper.start("a", SandboxSpec(), policy_version=7)
+        clock.advance(95.0)
+        taken = law.snapshot_id_of(first.claim.sandbox_id)
+        await first.sandbox.snapshot(id=taken)
+        assert [step.act.value for step in (await world.keeper.sweep()).killed] == ["delete_orphan"]
+        (row,) = world.table.rows()
+        assert (row.phase, row.snapshots) == (Phase.RUNNING, ())
+        assert len((await world.keeper.sweep()).kept) == 1
         world.table.close()
 
     run_virtual(whole(), clock=clock)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 import msgspec
 import pytest
 
 from rollmill.errors import SandboxLeaseLost
-from rollmill.sandboxes import Lease, SandboxState, SandboxStatus
+from rollmill.sandboxes import Capabilities, Lease, SandboxState, SandboxStatus
 from rollmill.sandboxes.leases import law
 from rollmill.sandboxes.leases.law import Phase, Row
 
@@ -115,3 +117,27 @@ def test_only_what_is_suspended_unowned_or_ones_own_is_resumed_without_taking_ov
     assert law.check_resume("r", row(owner="you"), owner="me", now_s=50.0, take_over=True)
     with pytest.raises(SandboxLeaseLost, match="is creating it"):
         law.check_resume("r", row(phase=Phase.CREATING), owner="me", now_s=50.0, take_over=True)
+
+
+def test_a_providers_own_end_counts_only_where_it_cannot_be_moved_and_files_can_be_kept():
+    has = Capabilities(files_snapshot=True, max_lifetime_s=1000.0)
+    assert law.keep_after_s(has, before_s=100.0) == 900.0
+    assert law.keep_after_s(has, before_s=2000.0) == 0.0
+    for changes in ({"extend_ttl": True}, {"files_snapshot": False}, {"max_lifetime_s": None}):
+        assert law.keep_after_s(msgspec.structs.replace(has, **changes), before_s=100.0) == math.inf
+
+
+def test_what_nears_its_providers_end_is_kept_unless_its_lease_ended_or_a_snapshot_holds_it():
+    def steps(one: Row, *, now_s: float, snapshots: tuple[str, ...] = ()) -> list[str]:
+        found = law.sweep(
+            [one], seen("s1", snapshots=snapshots), now_s=now_s, grace_s=30.0, keep_after_s=50.0
+        )  # asked for at 10 s
+        return [step.act.value for step in found]
+
+    assert steps(row(), now_s=59.9) == []
+    assert steps(row(), now_s=60.0) == ["keep"]
+    assert steps(row(phase=Phase.SUSPENDED), now_s=60.0) == ["keep"]
+    assert steps(row(phase=Phase.CREATING), now_s=60.0) == ["adopt"]
+    assert steps(row(phase=Phase.ENDING), now_s=60.0) == ["kill"]
+    assert steps(row(), now_s=100.0) == ["end"]
+    assert steps(row(phase=Phase.SUSPENDED, snapshots=("s1-s",)), now_s=60.0, snapshots=("s1-s",)) == []

@@ -48,6 +48,8 @@ class KeeperSettings(Record, frozen=True, kw_only=True):
         slack_s: the provider's own lease ends so much later: for the case that no keeper is left.
         call_s: longest that a provider may take for one call.
         grace_s: a creation may take so long before a sweep takes it for given up; above every `call_s` in use.
+        keep_before_s: where a provider ends sandboxes at an age and cannot be asked for more, a sweep suspends rollouts
+            as their files so long before. Above the time between two sweeps and the one that a snapshot takes.
     """
 
     name: str
@@ -57,11 +59,17 @@ class KeeperSettings(Record, frozen=True, kw_only=True):
     slack_s: float = 60.0
     call_s: float = 120.0
     grace_s: float = 180.0
+    keep_before_s: float = 900.0
 
     def __post_init__(self) -> None:
         for field in ("ttl_s", "suspended_ttl_s", "slack_s", "call_s"):
             if not getattr(self, field) > 0:
                 raise ConfigError(f"{field} of leases is {getattr(self, field)}; it must be above 0")
+        if self.keep_before_s < self.call_s:
+            raise ConfigError(
+                f"keep_before_s of leases is {self.keep_before_s:g} and call_s {self.call_s:g}: a snapshot could still "
+                "be under way when the provider ends the sandbox; raise keep_before_s"
+            )
         if self.grace_s < self.call_s:
             raise ConfigError(
                 f"grace_s of leases is {self.grace_s:g} and call_s {self.call_s:g}: creations that go on would be "
@@ -82,13 +90,15 @@ class SweepReport(Record, frozen=True, kw_only=True):
     Attributes:
         adopted: of an owner that is gone; the rollout may be resumed.
         dropped: rows of which the provider has nothing.
+        kept: suspended as their files, as their provider would have ended them soon.
         killed: ended, orphans and their snapshots among them.
-        failed: would not end; tried again later.
+        failed: would not end, or could not be kept; tried again later.
         renewed: were to end, and got more time in that moment.
     """
 
     adopted: tuple[Step, ...] = ()
     dropped: tuple[Step, ...] = ()
+    kept: tuple[Step, ...] = ()
     killed: tuple[Step, ...] = ()
     failed: tuple[Step, ...] = ()
     renewed: tuple[Step, ...] = ()
@@ -187,10 +197,10 @@ class Keeper:
         """Return the sandbox of an owner whose claim holds.
 
         Raises:
-            SandboxLeaseLost: if it does not.
+            SandboxLeaseLost: if it does not, or a sweep has suspended the rollout as its files.
             SandboxDead: if the sandbox has ended.
         """
-        await self._books(lambda: self._checked(claim))
+        await self._books(lambda: law.check_there(self._checked(claim)))
         return await self._provider.attach(claim.sandbox_id)
 
     def _checked(self, claim: Claim) -> Row:
@@ -200,8 +210,9 @@ class Keeper:
         """Renew an owner's lease.
 
         Raises:
-            SandboxLeaseLost: if the claim holds no more.
+            SandboxLeaseLost: if the claim holds no more, or a sweep has suspended the rollout as its files.
         """
+        await self._books(lambda: law.check_there(self._checked(claim)))
         row = await self._replaced(claim, expires_s=self._now_s() + self._settings.ttl_s)
         async with self._in_time("renewal", row.sandbox_id):
             await (await self._provider.attach(row.sandbox_id)).renew(self._lease(row))
@@ -353,11 +364,13 @@ class Keeper:
         """Make table and provider agree: adopt what was made, kill what nobody owns, try failed kills again."""
         labels, salt = {law.KEEPER_LABEL: self._settings.name}, self._table.salt
         async with self._in_time("list", "of all"):
+            keep_after_s = law.keep_after_s(await self._provider.capabilities(), before_s=self._settings.keep_before_s)
             statuses = await self._provider.list(labels=labels)
             names = [ref.snapshot_id for ref in await self._provider.snapshots()]
         seen, busy = law.seen_of(statuses, names, salt=salt), frozenset(self._busy)
         rows = await self._books(lambda: self._table.rows(provider=self._settings.provider))
-        steps = law.sweep(rows, seen, now_s=self._now_s(), busy=busy, grace_s=self._settings.grace_s)
+        grace_s = self._settings.grace_s
+        steps = law.sweep(rows, seen, now_s=self._now_s(), busy=busy, grace_s=grace_s, keep_after_s=keep_after_s)
         done = [(step, await self._carry_out(step)) for step in steps if step.sandbox_id not in self._busy]
         return SweepReport(**{word: tuple(step for step, how in done if how == word) for word in _OUTCOMES})
 
@@ -371,6 +384,8 @@ class Keeper:
         if step.act is Act.DROP:
             await self._edit(row, lambda one: None if one == row else one)
             return "dropped"
+        if step.act is Act.KEEP:
+            return await self._kept_in_time(row)
         if step.act in (Act.ADOPT, Act.SUSPEND):
             phase = Phase.RUNNING if step.act is Act.ADOPT else Phase.SUSPENDED
             unowned = msgspec.structs.replace(row, phase=phase, owner="")
@@ -385,6 +400,15 @@ class Keeper:
             row = after
         reason = DeathReason.RELEASED if row.note == law.RELEASED else DeathReason.LEASE_EXPIRED
         return "killed" if await self._kill(row, reason=reason) else "failed"
+
+    async def _kept_in_time(self, row: Row) -> str:
+        """Suspend a rollout as its files; its programs end, as they would with their sandbox."""
+        try:
+            with self._at_work(row.sandbox_id):
+                await self._keep_files(law.claim_of(row))
+        except (SandboxError, DeadlineExceeded):
+            return "failed"  # the row stays, and the next sweep sees it again
+        return "kept"
 
     async def _remove_orphan(self, step: Step) -> str:
         try:

@@ -10,19 +10,21 @@ A row is written before its sandbox is asked for, and goes when nothing is left 
 that is not ending. Its generation rises with every new owner, and what an older one asks is refused.
 
 A rollout is suspended as it is, or as a snapshot of its files whose name is in the row before it is made. As long as
-that snapshot is there, what happens to the sandbox loses nothing: the rollout is suspended then.
+that snapshot is there, what happens to the sandbox loses nothing: the rollout is suspended then. Where a provider ends
+sandboxes at an age and cannot be asked for more, a sweep suspends those that come near it as their files.
 """
 
 from __future__ import annotations
 
 import enum
 import hashlib
+import math
 from collections.abc import Iterable
 
 import msgspec
 
 from rollmill.errors import SandboxLeaseLost
-from rollmill.sandboxes.records import Record, SandboxState, SandboxStatus
+from rollmill.sandboxes.records import Capabilities, Record, SandboxState, SandboxStatus
 
 KEEPER_LABEL, ROLLOUT_LABEL, GENERATION_LABEL = "keeper", "rollout", "generation"
 RELEASED = "released"
@@ -144,6 +146,21 @@ def check_claim(claim: Claim, row: Row | None, *, now_s: float) -> Row:
     return row
 
 
+def check_there(row: Row) -> Row:
+    """Return a row whose sandbox may be used.
+
+    Raises:
+        SandboxLeaseLost: if it was suspended as its files.
+    """
+    if row.phase is Phase.SUSPENDED and snapshot_id_of(row.sandbox_id) in row.snapshots:
+        raise SandboxLeaseLost(
+            f"rollout {row.rollout_id!r} is suspended as a snapshot of its files, and its sandbox has ended, or will; "
+            "resume it, and another one goes on with them",
+            generation=row.generation,
+        )
+    return row
+
+
 def check_resume(rollout_id: str, row: Row | None, *, owner: str, now_s: float, take_over: bool) -> Row:
     """Return the row that an owner may take on.
 
@@ -198,6 +215,7 @@ class Act(enum.Enum):
     DROP = "drop"
     END = "end"
     KILL = "kill"
+    KEEP = "keep"
     KILL_ORPHAN = "kill_orphan"
     DELETE_ORPHAN = "delete_orphan"
 
@@ -236,8 +254,31 @@ def seen_of(statuses: Iterable[SandboxStatus], snapshots: Iterable[str], *, salt
     )
 
 
+def keep_after_s(capabilities: Capabilities, *, before_s: float) -> float:
+    """Return the age at which a sandbox's files are to be kept, infinite if its provider goes on when it is asked.
+
+    Args:
+        capabilities: of the provider.
+        before_s: how long before the provider's own end.
+
+    Example:
+        >>> keep_after_s(Capabilities(files_snapshot=True, max_lifetime_s=86_400.0), before_s=600.0)
+        85800.0
+    """
+    most_s = capabilities.max_lifetime_s
+    if most_s is None or capabilities.extend_ttl or not capabilities.files_snapshot:
+        return math.inf
+    return max(0.0, most_s - before_s)
+
+
 def sweep(
-    rows: Iterable[Row], seen: Seen, *, now_s: float, busy: frozenset[str] = frozenset(), grace_s: float
+    rows: Iterable[Row],
+    seen: Seen,
+    *,
+    now_s: float,
+    busy: frozenset[str] = frozenset(),
+    grace_s: float,
+    keep_after_s: float = math.inf,
 ) -> tuple[Step, ...]:
     """Return what is to be done so that table and provider agree.
 
@@ -250,10 +291,11 @@ def sweep(
         now_s: since the epoch.
         busy: sandboxes that some call of this process works on.
         grace_s: a creation may take so long before it counts as given up.
+        keep_after_s: age, from when it was asked for, at which a sandbox is suspended as its files.
     """
     known = {row.sandbox_id: row for row in rows}
     named = {name for row in known.values() for name in row.snapshots}
-    steps = [_step(row, seen, now_s, grace_s) for row in known.values() if row.sandbox_id not in busy]
+    steps = [_step(row, seen, now_s, grace_s, keep_after_s) for row in known.values() if row.sandbox_id not in busy]
     orphans = [(Act.KILL_ORPHAN, one) for one in sorted(seen.alive - set(known) - busy)]
     orphans += [(Act.DELETE_ORPHAN, one) for one in sorted(seen.snapshots - named)]
     return (
@@ -262,7 +304,7 @@ def sweep(
     )
 
 
-def _step(row: Row, seen: Seen, now_s: float, grace_s: float) -> Step | None:
+def _step(row: Row, seen: Seen, now_s: float, grace_s: float, keep_after_s: float) -> Step | None:
     lives, kept = row.sandbox_id in seen.alive, bool(seen.snapshots & set(row.snapshots))
 
     def step(act: Act, why: str) -> Step:
@@ -283,4 +325,6 @@ def _step(row: Row, seen: Seen, now_s: float, grace_s: float) -> Step | None:
         return step(Act.SUSPEND, "it has ended, and its snapshot is there")
     if row.phase is Phase.CREATING:
         return step(Act.ADOPT, "it was made, and whoever asked for it is gone")
+    if lives and not kept and now_s >= row.asked_s + keep_after_s:
+        return step(Act.KEEP, f"it was asked for {now_s - row.asked_s:.0f} s ago, and its provider will end it soon")
     return None
