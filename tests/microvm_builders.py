@@ -17,6 +17,7 @@ from rollmill.sandboxes.backends.microvm import kit as kits
 from rollmill.sandboxes.backends.microvm.kit import Kit
 from rollmill.sandboxes.backends.qemu import QemuProvider, QemuSettings
 from rollmill.sandboxes.backends.qemu.hypervisor import QemuHypervisor
+from sandbox_builders import required
 
 FAKE = Path(__file__).with_name("firecracker_fake.py")
 
@@ -61,8 +62,10 @@ def qemu_rig(directory: Path, **settings: Any) -> Iterator[MachineRig]:
 
 
 def why_no_qemu() -> str:
-    """Return what is missing here for machines under QEMU, empty if nothing is."""
-    return "; ".join((*QemuHypervisor(QemuSettings(accelerator="tcg")).missing(), *kits.missing(None)))
+    """Return what is missing here for machines under QEMU, empty if nothing is; where it is required nothing may be."""
+    missing = "; ".join((*QemuHypervisor(QemuSettings(accelerator="tcg")).missing(), *kits.missing(None)))
+    assert not (missing and required()), missing
+    return missing
 
 
 def fake_kit() -> Kit:

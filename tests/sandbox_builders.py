@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
 import uuid
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
@@ -109,8 +110,16 @@ def real_rig(directory: Path, **settings: Any) -> Iterator[RealRig]:
         rig.close()
 
 
+REQUIRED = "REQUIRE_SANDBOXES"
+
+
+def required() -> bool:
+    """Return whether what these tests need must be here: with REQUIRE_SANDBOXES in the environment a lack fails."""
+    return bool(os.environ.get(REQUIRED))
+
+
 def why_no_namespaces(directory: Path) -> str:
-    """Return why this machine cannot run namespace sandboxes, empty if it can."""
+    """Return why this machine cannot run namespace sandboxes, empty if it can; where they are required it must."""
 
     async def probe(provider: Provider) -> None:
         sandbox = await start(provider)
@@ -120,5 +129,7 @@ def why_no_namespaces(directory: Path) -> str:
         with real_rig(directory) as rig:
             rig.run(probe)
     except RollmillError as error:
+        if required():
+            raise
         return str(error)
     return ""

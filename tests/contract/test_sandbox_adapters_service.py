@@ -17,10 +17,11 @@ from test_sandbox_adapters_contract import only_what_the_backend_has  # noqa: F4
 from test_sandbox_contract import *  # noqa: F403
 from test_sandbox_state_contract import *  # noqa: F403
 
+from rollmill.errors import SandboxUnsupported
 from rollmill.sandboxes import Provider
 from rollmill.sandboxes.backends.e2b import E2BProvider, E2BSettings
 from rollmill.sandboxes.backends.http import Secret
-from sandbox_builders import why_no_namespaces
+from sandbox_builders import real_rig, start, why_no_namespaces
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
@@ -38,7 +39,7 @@ class ServiceRig:
     python = False
     levels = frozenset({"virtual_machine"})
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, *, pauses: bool) -> None:
         templates = directory / "templates.toml"
         templates.write_text(TEMPLATES)
         command = [sys.executable, "-m", "rollmill.cli", "sandbox", "serve", "--listen", "127.0.0.1:0", "--json"]
@@ -54,10 +55,10 @@ class ServiceRig:
                 break
         url = json.loads("".join(lines))["url"]
         self.runner = asyncio.Runner()
-        self.provider = self.runner.run(self._open(url))
+        self.provider = self.runner.run(self._open(url, pauses))
 
-    async def _open(self, url: str) -> E2BProvider:
-        return E2BProvider(E2BSettings(api_url=url, sandbox_url=url, token=Secret(TOKEN)))
+    async def _open(self, url: str, pauses: bool) -> E2BProvider:
+        return E2BProvider(E2BSettings(api_url=url, sandbox_url=url, token=Secret(TOKEN), pauses=pauses))
 
     def run(self, body: Callable[[Provider], Awaitable[Any]]) -> Any:
         async def bounded() -> Any:
@@ -77,9 +78,27 @@ class ServiceRig:
 def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServiceRig]:
     if reason := why_no_namespaces(tmp_path_factory.mktemp("probe")):
         pytest.skip(f"no namespace sandboxes here: {reason}")
-    found = ServiceRig(tmp_path_factory.mktemp("service"))
+    with real_rig(tmp_path_factory.mktemp("capabilities")) as node:
+        pauses = node.run(lambda provider: provider.capabilities()).pause
+    found = ServiceRig(tmp_path_factory.mktemp("service"), pauses=pauses)
     try:
         yield found
     finally:
         found.close()
     assert found.process.returncode == 0
+
+
+def test_a_service_that_cannot_pause_says_so_and_its_sandbox_goes_on(rig):
+    if (rig.runner.run(rig.provider.capabilities())).pause:
+        pytest.skip("this one can")
+
+    async def body(provider: E2BProvider) -> None:
+        sandbox = await start(provider)
+        driver = provider.driver
+        with pytest.raises(SandboxUnsupported, match="cannot pause") as raised:
+            await driver.pause(sandbox.found)  # type: ignore[attr-defined]
+        assert raised.value.capability == "pause"
+        assert (await sandbox.exec(["true"])).exit_code == 0
+        await sandbox.kill()
+
+    rig.run(body)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import shutil
+import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from hypothesis import strategies as st
 from property.crash_world import scratch_folder
 from rollmill.clock import VirtualClock
 from rollmill.errors import SandboxDead, SandboxError, SandboxLeaseLost, SandboxRetryable
-from rollmill.sandboxes import Capabilities, SandboxSpec, SandboxState
+from rollmill.sandboxes import Capabilities, SandboxSpec, SandboxState, SnapshotRef
 from rollmill.sandboxes.leases import Claim, Keeper, KeeperSettings, LeaseTable, Phase, SweepReport, law
 from rollmill.testing import FakeSandboxProvider, run_virtual
 from rollmill.testing.faults import FaultInjector, Raise
@@ -81,6 +82,26 @@ class Aging(FakeSandboxProvider):
         if self.most_s is None:
             return has
         return msgspec.structs.replace(has, extend_ttl=False, max_lifetime_s=self.most_s)
+
+
+class Durable:
+    """A provider whose snapshots are said to outlive its process."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        called = getattr(self._inner, name)
+        if not callable(called):
+            return called
+
+        async def call(*args: Any, **kwargs: Any) -> Any:
+            result = await called(*args, **kwargs)
+            if name == "snapshot":
+                return msgspec.structs.replace(result, durable=True)
+            return Durable(result) if name in ("create", "attach") else result
+
+        return call
 
 
 class MortalCalls:
@@ -336,6 +357,59 @@ def test_files_that_cannot_be_kept_are_tried_again_by_the_next_sweep(tmp_path):
         (row,) = world.table.rows()
         assert (row.phase, row.snapshots) == (Phase.RUNNING, ())
         assert len((await world.keeper.sweep()).kept) == 1
+        world.table.close()
+
+    run_virtual(whole(), clock=clock)
+
+
+def test_files_that_their_vendor_keeps_are_resumed_by_a_process_that_has_never_seen_them(tmp_path):
+    clock = VirtualClock(start_s=1000.0)
+
+    class Vendor(FakeSandboxProvider):
+        """It lists what this process took alone."""
+
+        forgotten = False
+
+        async def snapshots(self) -> tuple[SnapshotRef, ...]:
+            return () if self.forgotten else await super().snapshots()
+
+    async def whole() -> None:
+        table, provider = LeaseTable(tmp_path / "leases.sqlite"), Vendor()
+        calls: Any = Durable(provider)
+        first = Keeper(table, calls, settings=SETTINGS, owner="first", clock=clock, in_thread=False)
+        for rollout in ("a", "b"):
+            held = await first.start(rollout, SandboxSpec(), policy_version=1)
+            await held.sandbox.write("/state", rollout.encode())
+            await first.suspend(held.claim, keep_memory=False)
+        provider.forgotten = True  # a new process of the owner
+        second = Keeper(table, calls, settings=SETTINGS, owner="second", clock=clock, in_thread=False)
+        assert await second.sweep() == SweepReport()
+        assert await (await second.resume("a")).sandbox.read("/state") == b"a"
+        (row,) = [one for one in table.rows() if one.rollout_id == "b"]
+        await provider.delete_snapshots(row.snapshots)  # somebody else did
+        with pytest.raises(SandboxLeaseLost, match="start it again"):
+            await second.resume("b")
+        assert [one.rollout_id for one in table.rows()] == ["a"]
+        table.close()
+
+    run_virtual(whole(), clock=clock)
+
+
+def test_a_table_of_the_first_version_is_taken_on_with_its_rows(tmp_path):
+    clock, path = VirtualClock(start_s=1000.0), tmp_path / "leases.sqlite"
+
+    async def whole() -> None:
+        world = World(tmp_path, clock, failing_kills=0)
+        held = await world.keeper.start("a", SandboxSpec(), policy_version=1)
+        world.table.close()
+        with contextlib.closing(sqlite3.connect(path)) as old:
+            old.execute("ALTER TABLE leases DROP COLUMN refs")
+            old.execute("PRAGMA user_version = 1")
+            old.commit()
+        world.table, world.keeper = world.new_owner()
+        (row,) = world.table.rows()
+        assert (row.sandbox_id, row.refs) == (held.claim.sandbox_id, ())
+        assert (await world.keeper.resume("a", take_over=True)).claim.generation == 2
         world.table.close()
 
     run_virtual(whole(), clock=clock)

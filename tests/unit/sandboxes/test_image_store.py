@@ -469,3 +469,12 @@ def test_two_processes_that_prepare_the_same_directory_at_once_both_succeed(tmp_
     assert image.names == ("one", "two")
     assert store.verify("one") == ()
     assert json.loads((store.layout.directory / "store.json").read_bytes()) == {"format": 1}
+
+
+def test_images_of_a_user_without_a_home_need_a_directory(monkeypatch):
+    for name in ("HOME", "XDG_DATA_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("geteuid", "getuid"):
+        monkeypatch.setattr(f"os.{name}", lambda: 54321)
+    with pytest.raises(ConfigError, match="has no home"):
+        ImageStoreSettings().place()

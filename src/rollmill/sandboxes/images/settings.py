@@ -46,8 +46,17 @@ class ImageStoreSettings(Record, frozen=True, kw_only=True):
 
 
 def default_directory() -> Path:
-    """Return where this user's images are."""
+    """Return where this user's images are.
+
+    Raises:
+        ConfigError: if this user has no home.
+    """
     if os.geteuid() == 0:
         return Path("/var/lib/rollmill/images")
     data = os.environ.get("XDG_DATA_HOME") or os.path.expanduser("~/.local/share")
+    if data.startswith("~"):
+        raise ConfigError(
+            f"user {os.geteuid()} has no home, so there is no place for images; set HOME or XDG_DATA_HOME, or name a "
+            "directory for them"
+        )
     return Path(data) / "rollmill" / "images"

@@ -22,6 +22,7 @@ from rollmill.errors import (
     ConfigError,
     CreateUnknown,
     DeadlineExceeded,
+    ImageError,
     RollmillError,
     SandboxDead,
     SandboxError,
@@ -255,15 +256,15 @@ class Keeper:
                 sandbox = await self._provider.attach(claim.sandbox_id)
                 if sandbox.state is SandboxState.PAUSED:
                     await sandbox.resume()
-                await sandbox.snapshot(id=name, stop_processes=True, end=True)
+                ref = await sandbox.snapshot(id=name, stop_processes=True, end=True)
         except SandboxError:
             await self._replaced(claim, snapshots=before.snapshots)  # there is none
             raise
-        await self._suspended(claim)
+        await self._suspended(claim, refs=(*before.refs, ref) if ref.durable else before.refs)
 
-    async def _suspended(self, claim: Claim) -> Row:
+    async def _suspended(self, claim: Claim, **changes: object) -> Row:
         return await self._replaced(
-            claim, phase=Phase.SUSPENDED, expires_s=self._now_s() + self._settings.suspended_ttl_s
+            claim, phase=Phase.SUSPENDED, expires_s=self._now_s() + self._settings.suspended_ttl_s, **changes
         )
 
     async def resume(self, rollout_id: str, *, take_over: bool = False) -> Held:
@@ -293,7 +294,7 @@ class Keeper:
     async def _restore(self, row: Row) -> Held:
         """Make a sandbox from the snapshot of one that has ended."""
         async with self._in_time("list of snapshots", row.sandbox_id):
-            held = {ref.snapshot_id: ref for ref in await self._provider.snapshots()}
+            held = {ref.snapshot_id: ref for ref in (*law.durable_of(row), *await self._provider.snapshots())}
         found = [held[name] for name in row.snapshots if name in held]
         if not found:
             raise SandboxLeaseLost(
@@ -303,14 +304,21 @@ class Keeper:
             )
         after = await self._books(lambda: self._moved(row))
         with self._at_work(after.sandbox_id):
-            async with self._in_time("restore", after.sandbox_id):
-                sandbox = await self._provider.restore(
-                    found[-1], id=after.sandbox_id, labels=self._labels(after), lease=self._lease(after)
-                )
+            try:
+                async with self._in_time("restore", after.sandbox_id):
+                    sandbox = await self._provider.restore(
+                        found[-1], id=after.sandbox_id, labels=self._labels(after), lease=self._lease(after)
+                    )
+            except ImageError as error:
+                await self._edit(after, lambda _: None)  # nothing is left of it
+                raise SandboxLeaseLost(
+                    f"rollout {row.rollout_id!r} cannot be resumed: {error}; start it again",
+                    generation=after.generation,
+                ) from error
             held_now = await self._running(after, sandbox)
             async with self._in_time("removal of snapshots", after.sandbox_id):
                 await self._provider.delete_snapshots(after.snapshots)
-            await self._edit(after, lambda one: msgspec.structs.replace(one, snapshots=()))
+            await self._edit(after, lambda one: msgspec.structs.replace(one, snapshots=(), refs=()))
             return held_now
 
     def _moved(self, row: Row) -> Row:

@@ -24,7 +24,7 @@ from collections.abc import Iterable
 import msgspec
 
 from rollmill.errors import SandboxLeaseLost
-from rollmill.sandboxes.records import Capabilities, Record, SandboxState, SandboxStatus
+from rollmill.sandboxes.records import Capabilities, Record, SandboxState, SandboxStatus, SnapshotRef
 
 KEEPER_LABEL, ROLLOUT_LABEL, GENERATION_LABEL = "keeper", "rollout", "generation"
 RELEASED = "released"
@@ -52,6 +52,7 @@ class Row(Record, frozen=True, kw_only=True):
         owner: who holds it; empty if its owner is gone and nobody took it over.
         phase: where it is.
         snapshots: names of those that may be there, the newest last; gone once a sandbox was made from them.
+        refs: those of them that outlive the process that took them, by which any process restores them.
         expires_s: end of the lease, since the epoch.
         policy_version: weights at the rollout's start.
         asked_s: when it was asked for, since the epoch.
@@ -67,6 +68,7 @@ class Row(Record, frozen=True, kw_only=True):
     owner: str
     phase: Phase
     snapshots: tuple[str, ...] = ()
+    refs: tuple[SnapshotRef, ...] = ()
     expires_s: float = 0.0
     policy_version: int = 0
     asked_s: float = 0.0
@@ -304,8 +306,14 @@ def sweep(
     )
 
 
+def durable_of(row: Row) -> tuple[SnapshotRef, ...]:
+    """Return the snapshots of a row that are there, whether or not their provider's process lists them."""
+    return tuple(ref for ref in row.refs if ref.durable and ref.snapshot_id in row.snapshots)
+
+
 def _step(row: Row, seen: Seen, now_s: float, grace_s: float, keep_after_s: float) -> Step | None:
-    lives, kept = row.sandbox_id in seen.alive, bool(seen.snapshots & set(row.snapshots))
+    lives = row.sandbox_id in seen.alive
+    kept = bool(seen.snapshots & set(row.snapshots)) or bool(durable_of(row))
 
     def step(act: Act, why: str) -> Step:
         return Step(act=act, sandbox_id=row.sandbox_id, why=why)

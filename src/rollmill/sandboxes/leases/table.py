@@ -17,9 +17,10 @@ import msgspec
 
 from rollmill.errors import ConfigError, SandboxError
 from rollmill.sandboxes.leases.law import Phase, Row
+from rollmill.sandboxes.records import SnapshotRef
 
 _APPLICATION_ID = 0x524D4C53  # "RMLS": tells this file from any other SQLite database
-_SCHEMA_VERSION = 1
+_SCHEMA_VERSION = 2
 _SCHEMA = """
 CREATE TABLE leases (
     sandbox_id TEXT PRIMARY KEY,
@@ -29,6 +30,7 @@ CREATE TABLE leases (
     owner TEXT NOT NULL,
     phase TEXT NOT NULL CHECK (phase IN ('creating', 'running', 'suspended', 'ending')),
     snapshots TEXT NOT NULL,
+    refs TEXT NOT NULL DEFAULT '[]',
     expires_s REAL NOT NULL,
     policy_version INTEGER NOT NULL,
     asked_s REAL NOT NULL,
@@ -40,6 +42,7 @@ CREATE UNIQUE INDEX one_that_is_not_ending ON leases(rollout_id) WHERE phase != 
 CREATE TABLE generations (rollout_id TEXT PRIMARY KEY, last INTEGER NOT NULL) STRICT;
 CREATE TABLE about (salt TEXT NOT NULL) STRICT;
 """
+_FROM_1 = "ALTER TABLE leases ADD COLUMN refs TEXT NOT NULL DEFAULT '[]'"
 _COLUMNS = Row.__struct_fields__
 _PUT = (
     f"INSERT INTO leases ({', '.join(_COLUMNS)}) VALUES ({', '.join('?' * len(_COLUMNS))}) ON CONFLICT (sandbox_id) DO "
@@ -89,8 +92,12 @@ class LeaseTable:
                     connection.execute(statement)
                 connection.execute(f"PRAGMA user_version = {_SCHEMA_VERSION}")
                 connection.execute("INSERT INTO about VALUES (?)", (secrets.token_hex(4),))
-        application = connection.execute("PRAGMA application_id").fetchone()[0]
-        version = connection.execute("PRAGMA user_version").fetchone()[0]
+            application = connection.execute("PRAGMA application_id").fetchone()[0]
+            version = connection.execute("PRAGMA user_version").fetchone()[0]
+            if (application, version) == (_APPLICATION_ID, 1):
+                connection.execute(_FROM_1)
+                connection.execute(f"PRAGMA user_version = {_SCHEMA_VERSION}")
+                version = _SCHEMA_VERSION
         if (application, version) != (_APPLICATION_ID, _SCHEMA_VERSION):
             raise ConfigError(
                 f"{self._path} is no table of leases of version {_SCHEMA_VERSION} (application {application:#x}, "
@@ -195,7 +202,8 @@ class LeaseTable:
 def _values(row: Row) -> tuple[object, ...]:
     found = {name: getattr(row, name) for name in _COLUMNS}
     found["phase"] = row.phase.value
-    found["snapshots"] = msgspec.json.encode(row.snapshots).decode()
+    for name in ("snapshots", "refs"):
+        found[name] = msgspec.json.encode(getattr(row, name)).decode()
     return tuple(found.values())
 
 
@@ -203,4 +211,5 @@ def _row(values: tuple[object, ...]) -> Row:
     found = dict(zip(_COLUMNS, values, strict=True))
     found["phase"] = Phase(found["phase"])
     found["snapshots"] = msgspec.json.decode(str(found["snapshots"]), type=tuple[str, ...])
+    found["refs"] = msgspec.json.decode(str(found["refs"]), type=tuple[SnapshotRef, ...])
     return Row(**found)  # pyright: ignore[reportArgumentType]

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 from urllib.parse import quote, urlencode
 
-from rollmill.errors import ImageError, SandboxBusy, SandboxError
+from rollmill.errors import ImageError, SandboxBusy, SandboxError, SandboxUnsupported
 from rollmill.sandboxes.backends.e2b.envd import Envd
 from rollmill.sandboxes.backends.e2b.settings import TOKEN_VARIABLE, E2BSettings
 from rollmill.sandboxes.backends.hosted import marks as marking
@@ -66,7 +66,7 @@ class E2BDriver:
     def capabilities(self) -> Capabilities:
         """Return what it can do here."""
         return Capabilities(
-            pause=True,
+            pause=self._settings.pauses,
             extend_ttl=True,
             labels=True,
             idempotent_create=self._settings.api_version == 2,
@@ -224,6 +224,8 @@ class E2BDriver:
             path = f"/sandboxes/{found.ref}/pause"
             await self._of(found, path, what="a pause", body={"memory": True})
         except Refused as error:
+            if error.status == 501:
+                raise SandboxUnsupported(f"the service cannot pause: {error.words}", capability="pause") from error
             if error.status != 409:  # it is paused
                 raise
 

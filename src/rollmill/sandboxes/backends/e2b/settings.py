@@ -27,6 +27,8 @@ class E2BSettings(HostedSettings, frozen=True, kw_only=True):
         internet: whether sandboxes may reach the internet; the spec's `Network.NONE` asks that they do not, and only
             with `False` that is sent.
         max_lifetime_s: longest time limit that the service takes (an hour or a day at E2B, by plan).
+        pauses: whether the service can pause. One of ours that runs as a plain user cannot where it may write to no
+            cgroup v2.
         user: whose rights programs have that name no user. `root` as everywhere here.
     """
 
@@ -38,6 +40,7 @@ class E2BSettings(HostedSettings, frozen=True, kw_only=True):
     isolation: IsolationLevel = IsolationLevel.VIRTUAL_MACHINE
     internet: bool = False
     max_lifetime_s: float = 86_400.0
+    pauses: bool = True
     user: str = "root"
 
     def __post_init__(self) -> None:
