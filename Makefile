@@ -80,10 +80,11 @@ test-all: $(VENV)/.dev ## Run all tests that need no GPU
 
 # All but those that take many minutes with the real model or need an engine's own environment; `make test-all` has those
 # too.
-test-ci: $(VENV)/.dev ## Run the main job for real, end to end, and lose its processes
+test-ci: $(VENV)/.dev ## Run the main job for real, lose its processes, and hold hosted sandboxes to their contract
 	$(BIN)/python -m pytest -m "slow and not gpu" tests/integration tests/property \
 	  -k "not kill_rounds_real and not shipped_job and not vllm and not sglang and not gvisor and not qemu and not machine_crashes" \
 	  $(ARGS)
+	$(BIN)/python -m pytest -m "slow and not gpu" tests/contract/test_sandbox_adapters_contract.py $(ARGS)
 
 test-vllm: $(VENV)/.dev ## Hold a real vLLM to the contract of all engines (3.5 GB for its environment the first time)
 	$(BIN)/rollmill engine install vllm

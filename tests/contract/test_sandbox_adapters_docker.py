@@ -192,6 +192,18 @@ def test_an_image_is_pulled_when_it_is_missing_and_an_unknown_one_is_an_image_er
 
 
 @pytest.mark.integration
+def test_input_that_a_program_leaves_unread_costs_nothing_of_its_output_and_its_end(rig):
+    async def body(provider: Provider) -> None:
+        sandbox = await start(provider)
+        for code in range(10):
+            # The daemon closes a socket with input in it, which resets the connection.
+            done = await sandbox.exec(["sh", "-c", f"echo out; exit {code}"], stdin=b"x" * 1_000_000)
+            assert (done.exit_code, done.stdout) == (code, b"out\n")
+        await sandbox.kill()
+
+    rig.run(body)
+
+
 def test_a_user_that_the_image_lacks_is_unsupported(rig):
     async def body(provider: Provider) -> None:
         sandbox = await start(provider)

@@ -84,7 +84,13 @@ class ExecProcess:
                             break
                         over = await self.end_of() is not None
                         continue
-                    pieces = reading.result()
+                    try:
+                        pieces = reading.result()
+                    except CutOff:
+                        # A socket that is closed with input unread is reset, after all that was sent there has come.
+                        if await self.end_of() is None:
+                            raise
+                        break
                     if pieces is None:
                         break
                     for stream, data in pieces:
