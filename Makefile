@@ -84,7 +84,8 @@ test-ci: $(VENV)/.dev ## Run the main job for real, lose its processes, and hold
 	$(BIN)/python -m pytest -m "slow and not gpu" tests/integration tests/property \
 	  -k "not kill_rounds_real and not shipped_job and not vllm and not sglang and not gvisor and not qemu and not machine_crashes" \
 	  $(ARGS)
-	$(BIN)/python -m pytest -m "slow and not gpu" tests/contract/test_sandbox_adapters_contract.py $(ARGS)
+	$(BIN)/python -m pytest -m "slow and not gpu" tests/contract/test_sandbox_adapters_contract.py \
+	  tests/contract/test_sandbox_adapters_faults.py $(ARGS)
 
 test-vllm: $(VENV)/.dev ## Hold a real vLLM to the contract of all engines (3.5 GB for its environment the first time)
 	$(BIN)/rollmill engine install vllm
@@ -112,8 +113,8 @@ test-sandboxes: $(VENV)/.dev ## Hold every sandbox backend to its whole contract
 	$(MAKE) test-gvisor test-qemu test-vendors
 	REQUIRE_SANDBOXES=1 $(BIN)/python -m pytest -m "not gpu" tests/contract/test_sandbox_*.py \
 	  tests/integration/test_sandbox_*.py tests/property/test_sandbox_*.py tests/unit/sandboxes \
-	  -k "not gvisor and not qemu and not machine_crashes and not firecracker_contract and not vendor and not swerex.py" \
-	  $(ARGS)
+	  -k "not sandbox_gvisor and not sandbox_qemu and not sandbox_firecracker_contract and not sandbox_machine_crashes \
+	  and not sandbox_vendor and not adapters_swerex" $(ARGS)
 
 lint: $(VENV)/.dev ## Check format and style
 	$(BIN)/ruff format --check .

@@ -9,9 +9,11 @@ from test_sandbox_contract import *  # noqa: F403
 from test_sandbox_state_contract import *  # noqa: F403
 
 from adapter_rigs import OPENERS, AdapterRig, adapter_rig
+from rollmill.clock import VirtualClock
 from rollmill.errors import SandboxUnsupported
 from rollmill.sandboxes import Lease, Provider
-from sandbox_builders import RealRig, new_id, real_rig, start, why_no_namespaces
+from rollmill.sandboxes.leases import Keeper, KeeperSettings, LeaseTable, SweepReport
+from sandbox_builders import SPEC, RealRig, new_id, real_rig, start, why_no_namespaces
 
 pytestmark = pytest.mark.integration
 
@@ -114,5 +116,37 @@ def test_another_provider_finds_a_sandbox_by_its_id_and_uses_it(rig):
         finally:
             await other.close()
         await sandbox.kill()
+
+    rig.run(body)
+
+
+def test_files_of_a_rollout_are_kept_and_another_process_goes_on_with_them(rig, tmp_path):
+    async def body(provider: Provider) -> None:
+        has = await provider.capabilities()
+        if not has.files_snapshot:
+            pytest.skip("nothing is kept of these sandboxes")
+        clock, table = VirtualClock(start_s=1_000_000.0), LeaseTable(tmp_path / "leases.sqlite")
+        settings = KeeperSettings(name=new_id(), provider="here", ttl_s=90_000.0)
+        first = Keeper(table, provider, settings=settings, owner="first", clock=clock)
+        held = await first.start("r", SPEC, policy_version=1)
+        await held.sandbox.write("/tmp/state", b"kept")
+        if has.max_lifetime_s is None or has.extend_ttl:
+            await first.suspend(held.claim, keep_memory=False)
+        else:
+            clock.advance(has.max_lifetime_s - settings.keep_before_s - 1.0)
+            assert await first.sweep() == SweepReport()
+            clock.advance(1.0)
+            assert len((await first.sweep()).kept) == 1
+        other = rig.another()
+        try:
+            second = Keeper(table, other, settings=settings, owner="second", clock=clock)
+            assert await second.sweep() == SweepReport()
+            again = await second.resume("r")
+            assert await again.sandbox.read("/tmp/state") == b"kept"
+            await second.release(again.claim)
+            assert table.rows() == ()
+        finally:
+            await other.close()
+            table.close()
 
     rig.run(body)

@@ -14,14 +14,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollmill.errors import ConfigError, ImageError, SandboxError, SandboxExhausted, SandboxFileError, SandboxRetryable
-from rollmill.sandboxes import HostImage, IsolationLevel, Lease, Limits, NamedImage, SandboxSpec
+from rollmill.sandboxes import HostImage, IsolationLevel, Lease, Limits, NamedImage, SandboxSpec, SandboxState
 from rollmill.sandboxes.backends.docker.hijack import Frames
 from rollmill.sandboxes.backends.e2b import envd
 from rollmill.sandboxes.backends.e2b.connect import ConnectError, Envelopes, envelope
 from rollmill.sandboxes.backends.hosted import CLAIMS, jobs, marks, shell
 from rollmill.sandboxes.backends.hosted.driver import Ran, ref_of
 from rollmill.sandboxes.backends.http import CutOff, Refused, Secret, as_retryable, retry_after_s, words_of
-from rollmill.sandboxes.backends.kubernetes import websocket
+from rollmill.sandboxes.backends.kubernetes import claims, websocket
 from rollmill.sandboxes.backends.kubernetes.driver import key_of, manifest
 from rollmill.sandboxes.backends.kubernetes.settings import KubernetesSettings
 from rollmill.sandboxes.backends.prime import wire
@@ -43,6 +43,7 @@ MODULES = (
     "docker.hardening",
     "prime.wire",
     "modal.driver",
+    "kubernetes.claims",
     "kubernetes.websocket",
     "kubernetes.guest",
     "kubernetes.driver",
@@ -322,6 +323,27 @@ def test_a_pod_is_one_that_kubernetes_takes():
         "spec": template["spec"],
     }
     validate.validate(pod, "1.33", strict=True)
+
+
+@pytest.mark.parametrize(
+    ("ready", "state", "kind"),
+    [
+        ({"status": "True"}, SandboxState.READY, None),
+        ({}, SandboxState.STARTING, None),
+        ({"status": "False", "reason": "AdoptionPending"}, SandboxState.STARTING, None),
+        ({"status": "False", "reason": "WarmPoolNotFound"}, SandboxState.STARTING, ImageError),
+        ({"status": "False", "reason": "TemplateNotFound"}, SandboxState.STARTING, ImageError),
+        ({"status": "False", "reason": "InvalidMetadata"}, SandboxState.STARTING, SandboxError),
+        ({"status": "False", "reason": "PodFailed"}, SandboxState.DEAD, None),
+        ({"status": "False", "reason": "ClaimExpired"}, SandboxState.DEAD, None),
+    ],
+)
+def test_a_claims_condition_says_where_its_sandbox_is_and_what_will_never_be(ready, state, kind):
+    shown = {"status": {"sandbox": {"name": "pool-x7"}}}
+    assert claims.state_of(shown, ready) is state
+    found = claims.problem(ready)
+    assert (None if found is None else type(found)) is kind
+    assert claims.state_of({}, {"status": "True"}) is SandboxState.STARTING  # ready, and nobody says which
 
 
 def test_a_cluster_that_nobody_names_is_refused_with_a_way_out(monkeypatch):
