@@ -2,21 +2,27 @@
 
 The guest is the real one, the bridge with its zygote and agent, in namespaces of this machine instead of a machine of
 its own. So what is tested is the adapter and all that the backends of machines share; a virtual machine is not.
-What was kept holds no processes: a machine that is started from it is a fresh one.
+What was kept holds no processes. Of a sandbox it holds the order that made it and the files of its usual places: a
+machine that is started from it makes that sandbox again, gives it the files, and says nothing of that to its owner.
 """
 
 from __future__ import annotations
 
 import argparse
 import http.server
+import io
 import json
 import os
+import shutil
 import signal
 import socket
 import socketserver
 import sys
+import tarfile
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from rollmill.sandboxes.backends.microvm.inside import Bridge, Line, start_zygote
 from rollmill.sandboxes.guest import kernel
@@ -31,6 +37,8 @@ _FIELDS = {
     "/snapshot/create": {"snapshot_type", "snapshot_path", "mem_file_path"},
     "/snapshot/load": {"snapshot_path", "mem_backend", "resume_vm"},
 }
+_PLACES = ("root", "tmp", "workspace")
+_ORDER = Path("order")  # in the machine's own directory
 _DRIVE = {"drive_id", "path_on_host", "is_root_device", "is_read_only"}
 
 
@@ -38,11 +46,50 @@ class Refused(Exception):
     """What Firecracker answers with status 400."""
 
 
+def root_inside(guest: int) -> Path:
+    """Return where the files of a guest's sandbox are seen from here."""
+    ours = os.stat("/")
+    for one in psutil.Process(guest).children(recursive=True):
+        root = Path(f"/proc/{one.pid}/root/")
+        if not os.path.samestat(os.stat(root), ours):
+            return root
+    raise OSError("no process of the guest has a root of its own")
+
+
+def packed(root: Path) -> bytes:
+    """Return the files of a sandbox's usual places."""
+    data = io.BytesIO()
+    with tarfile.open(fileobj=data, mode="w") as archive:
+        for name in _PLACES:
+            archive.add(root / name, name)
+    return data.getvalue()
+
+
+def unpack(data: bytes, root: Path) -> None:
+    """Put files in place of those that a new sandbox has there."""
+    for name in _PLACES:
+        for one in (root / name).iterdir():
+            shutil.rmtree(one) if one.is_dir() and not one.is_symlink() else one.unlink()
+    with tarfile.open(fileobj=io.BytesIO(data)) as archive:
+        archive.extractall(root, numeric_owner=True, filter="fully_trusted")
+
+
 class HostGuest(Bridge):
     """The guest, with the files of this machine and no groups."""
 
+    def go_on(self, word: dict[str, Any], files: bytes) -> None:
+        """Be what was kept: with its sandbox, and the files of that."""
+        self._obey(word)
+        assert self._agent is not None
+        said: list[bytes] = []
+        while not said:
+            said = self._from_agent.feed(self._agent.recv(65536))
+        assert b'"ready"' in said[0], said
+        unpack(files, root_inside(os.getpid()))
+
     def _obey(self, word: dict[str, Any]) -> None:
         if "order" in word:
+            _ORDER.write_text(json.dumps(word))
             assert word["order"]["plan"]["lowers"] == ["/image/0"]
             word["order"]["groups"] = []
             word["order"]["plan"]["lowers"] = []
@@ -104,8 +151,9 @@ class Machine:
             return
         if self.state != "Paused":
             raise Refused("Cannot save the microVM state: it is not paused")
-        Path(body["snapshot_path"]).write_text(json.dumps(self.config))
-        Path(body["mem_file_path"]).write_bytes(bytes(4096))
+        order = json.loads(_ORDER.read_text()) if _ORDER.exists() else None
+        Path(body["snapshot_path"]).write_text(json.dumps({"config": self.config, "order": order}))
+        Path(body["mem_file_path"]).write_bytes(packed(root_inside(self.guest)) if order else bytes(4096))
 
     def _start(self) -> None:
         if missing := {"/machine-config", "/boot-source", "/vsock", "/drives/disk0", "/drives/disk1"} - set(
@@ -124,22 +172,27 @@ class Machine:
         if self.config:
             raise Refused("Loading a microVM snapshot not allowed after configuring boot-specific resources.")
         assert body["mem_backend"]["backend_type"] == "File"
-        assert Path(body["mem_backend"]["backend_path"]).stat().st_size > 0
-        self.config = json.loads(Path(body["snapshot_path"]).read_text())
+        memory = Path(body["mem_backend"]["backend_path"]).read_bytes()
+        assert memory
+        kept = json.loads(Path(body["snapshot_path"]).read_text())
+        self.config = kept["config"]
         for key, one in self.config.items():
             if key.startswith("/drives/"):
                 Path(one["path_on_host"]).read_bytes()
-        self._run()
+        self._run(kept["order"], memory)
         self.state = "Paused"
         os.kill(self.guest, signal.SIGSTOP)
 
-    def _run(self) -> None:
+    def _run(self, order: dict[str, Any] | None = None, memory: bytes = b"") -> None:
         listener = Listener(self.config["/vsock"]["uds_path"])
         self.guest = os.fork()
         if self.guest == 0:
             kernel.die_with_parent()
             zygote = start_zygote()
-            HostGuest(Line(listener=listener), zygote, wake=lambda _: None).serve()  # type: ignore[arg-type]
+            guest = HostGuest(Line(listener=listener), zygote, wake=lambda _: None)  # type: ignore[arg-type]
+            if order is not None:
+                guest.go_on(order, memory)
+            guest.serve()
 
 
 class Handler(http.server.BaseHTTPRequestHandler):

@@ -20,22 +20,6 @@ del test_python_runs_in_a_fresh_interpreter_each_time  # noqa: F821
 # Here what runs is kept with the files, so nothing has to be still.
 del test_nothing_is_snapshotted_while_something_runs_unless_it_may_be_stopped  # noqa: F821
 
-# The fake's guest is a tree of processes of this machine, and what it keeps of it holds no memory, in which a sandbox's
-# files and programs are: a machine that is started from that has no sandbox inside. So whatever uses a restored one
-# is left to QEMU, which has the same guest, templates and calls for snapshots.
-for _needs_memory in (
-    "test_a_snapshot_holds_the_files_of_its_moment_and_the_sandbox_goes_on",
-    "test_a_snapshot_outlives_its_sandbox_and_is_not_changed_by_those_made_of_it",
-    "test_snapshots_stack_and_each_keeps_its_own_moment",
-    "test_what_a_snapshot_holds_counts_to_the_limits_of_what_is_made_of_it",
-    "test_a_fork_makes_all_of_its_sandboxes_with_the_same_files",
-    "test_a_fork_that_cannot_be_whole_leaves_nothing",
-    "test_a_fork_that_is_cancelled_leaves_nothing",
-    "test_snapshots_are_listed_until_they_are_deleted_and_each_id_names_one",
-    "test_restoring_again_with_the_same_id_returns_the_same_sandbox",
-):
-    del globals()[_needs_memory]
-
 
 @pytest.fixture(scope="module")
 def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MachineRig]:
