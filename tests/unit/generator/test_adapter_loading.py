@@ -163,7 +163,7 @@ async def test_an_engine_that_serves_none_is_refused_with_those_that_do(tmp_path
     fake, plain = FakeEngine(clock=VirtualClock()), embedded(tmp_path, MODEL)
     try:
         for engine in (fake, plain):
-            with pytest.raises(ModelError, match=r"Engines that can .*: embedded, with generator\.max_loras"):
+            with pytest.raises(ModelError, match=r"Engines that can .*: embedded, vllm, with generator\.max_loras"):
                 AdapterLoader(
                     engine, sources={}, kv_policy="keep", load_deadline_s=1.0, owner="g", clock=VirtualClock()
                 )

@@ -100,6 +100,7 @@ async def test_the_settings_name_the_draft_and_its_kv_and_weights_count(tmp_path
     def built(**settings) -> EmbeddedEngine:
         engine = build_engine(
             served,
+            dtype="float32",
             max_num_seqs=4,
             max_model_len=64,
             tensors=tensors_of(MODEL),
