@@ -173,8 +173,9 @@ class Caller:
         try:
             check(await self._client.generate(asked), asked=asked, may_be_cut=True)
         except DeadlineExceeded as error:
-            # It never left the router's queue, so there is no turn to be cut.
-            assert "in the router" in str(error)
+            # It may never have left the router's queue: then there is no turn to be cut.
+            if "in the router" not in str(error):
+                raise
         return "hurried"
 
     async def _completion(self) -> str:
