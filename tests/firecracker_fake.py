@@ -66,12 +66,21 @@ def packed(root: Path) -> bytes:
 
 
 def unpack(data: bytes, root: Path) -> None:
-    """Put files in place of those that a new sandbox has there."""
-    for name in _PLACES:
-        for one in (root / name).iterdir():
+    """Put files in place of those that a new sandbox has there, as its own root: this machine's has no name inside."""
+    inside = os.open(root, os.O_PATH | os.O_DIRECTORY)
+    root = Path(f"/proc/self/fd/{inside}")
+    owner, before = os.stat(root / "workspace"), (os.getegid(), os.geteuid())
+    os.setegid(owner.st_gid)
+    os.seteuid(owner.st_uid)
+    try:
+        for one in (one for name in _PLACES for one in (root / name).iterdir()):
             shutil.rmtree(one) if one.is_dir() and not one.is_symlink() else one.unlink()
-    with tarfile.open(fileobj=io.BytesIO(data)) as archive:
-        archive.extractall(root, numeric_owner=True, filter="fully_trusted")
+        with tarfile.open(fileobj=io.BytesIO(data)) as archive:
+            archive.extractall(root, filter="fully_trusted")
+    finally:
+        os.seteuid(before[1])
+        os.setegid(before[0])
+        os.close(inside)
 
 
 class HostGuest(Bridge):

@@ -332,7 +332,7 @@ class ModalDriver:
         name = spec.image.name if isinstance(spec.image, NamedImage) else self._settings.image
         # Tags are short: what an owner that ended knew of limits is not among them.
         tags = {key: value for key, value in marks.items() if key in _SHORT or not key.startswith(marking.PREFIX)}
-        if ttl_s > _MOST_LIFE_S:
+        if spec.limits.wall_s > _MOST_LIFE_S:
             tags[_CAPPED] = "true"
         app = await self._own_app()
         try:
