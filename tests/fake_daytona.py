@@ -174,6 +174,8 @@ class FakeDaytona:
             return _error(409, f"Snapshot with name {body['name']} already exists")
         if shown["state"] != "started":
             return _error(409, f"Sandbox is {shown['state']}")
+        if shown["sandboxClass"] != "container":
+            return _error(400, "Sandbox must be stopped")
         try:
             ref = await shown["_sandbox"].snapshot(id=new_id())
         except SandboxBusy as error:

@@ -109,3 +109,20 @@ def test_a_snapshot_that_another_process_took_has_its_id_for_good_and_is_restore
         await copy.kill()
 
     rig.run(body)
+
+
+def test_files_of_a_virtual_machine_that_runs_are_refused_and_it_goes_on(rig):
+    async def body(provider: Provider) -> None:
+        rig.fake.containers = False
+        try:
+            sandbox = await start(provider)
+        finally:
+            rig.fake.containers = True
+        with pytest.raises(SandboxUnsupported, match="linux-vm") as raised:
+            await sandbox.snapshot(id=new_id())
+        assert raised.value.capability == "files_snapshot"
+        assert sandbox.state is SandboxState.READY
+        assert (await sandbox.exec(["true"])).exit_code == 0
+        await sandbox.kill()
+
+    rig.run(body)

@@ -53,6 +53,7 @@ _BEGINNING = frozenset(
         "unknown",
     }
 )
+_MACHINES = frozenset({"linux-vm", "windows"})
 _PAUSED = frozenset({"pausing", "paused"})
 _ENDED = frozenset({"destroyed", "destroying", "error", "build_failed", "archived", "archiving"})
 
@@ -383,6 +384,13 @@ class DaytonaDriver:
 
     async def keep(self, found: Found, *, name: str) -> str:
         """Make a snapshot of its files, which others are made of by its name."""
+        kind = (await self._show(found)).get("sandboxClass")
+        if kind in _MACHINES:
+            raise SandboxUnsupported(
+                f"Daytona keeps the files of a {kind} when it is stopped, and deletes it then; take a snapshot whose "
+                "sandboxes are containers",
+                capability="files_snapshot",
+            )
         try:
             await self._ask(found, "snapshot", what=f"a snapshot of {found.ref}", body={"name": name})
         except Refused as error:
