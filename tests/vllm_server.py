@@ -51,12 +51,12 @@ def why_not() -> str | None:
 class SharedServer:
     """A server that outlives the adapters that were built on it, unless one of them kills it."""
 
-    def __init__(self, folder: Path, *, max_num_seqs: int = 8, **settings: Any) -> None:
+    def __init__(self, folder: Path, *, max_num_seqs: int = 8, dtype: str = "float32", **settings: Any) -> None:
         self.old, self.new = random_model(llama(**SHAPE), seed=1), random_model(llama(**SHAPE), seed=2)
         self._folder = save_config(folder, self.old.config)
         self.settings = GeneratorSettings(
             engine="vllm",
-            dtype="float32",
+            dtype=dtype,  # pyright: ignore[reportArgumentType]
             max_num_seqs=max_num_seqs,
             max_model_len=MAX_LEN,
             vllm=VllmSettings(start_deadline_s=400.0, load_poll_s=0.2),

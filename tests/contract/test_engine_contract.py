@@ -6,6 +6,7 @@ import asyncio
 import math
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
+from copy import deepcopy
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,7 @@ from rollmill.errors import DataError, EngineDead, EngineError, WeightMismatch
 from rollmill.generator.engines.embedded.drafting import DraftModel
 from rollmill.generator.engines.fake import FakeEngine
 from rollmill.generator.engines.protocol import Engine, EngineLoad, OnTokens
+from rollmill.trainer.logprobs import prepare_model, score_tokens
 from rollmill.types import GenerateRequest, SamplingParams, StopReason, TokenChunk, Turn
 from sglang_server import SharedServer as SharedSglang
 from sglang_server import why_not as why_no_sglang
@@ -38,6 +40,12 @@ from vllm_server import SharedServer, why_not
 OLD, NEW = random_model(seed=1), random_model(seed=2)
 LONG = 140
 """Output tokens of a request that still runs when something happens to it."""
+EQUAL = {"float32": 1e-4, "bfloat16": 0.5}
+"""Dtype -> nats by which a log-prob may differ from the trainer's forward in float32 under equal weights."""
+EQUAL_ON_AVERAGE = {"float32": 3e-5, "bfloat16": 0.1}
+"""The same for the mean: single tokens of these models, whose weights are large, are rounded to half a nat."""
+BLOCK = 32
+"""Tokens of the largest block of KV of any engine here."""
 
 
 class Gate:
@@ -73,6 +81,7 @@ class Subject:
 
     died_of: type[Exception] = RuntimeError
     last_words = "pulled the plug"
+    has_kv = True
 
     def __init__(self, engine: Engine, *, kill: Callable[[], None], gate: Gate | None = None) -> None:
         self.engine = engine
@@ -119,6 +128,44 @@ class Subject:
         """Return the load of now."""
         return self.engine.load()
 
+    def old_weights(self) -> tuple[Mapping[str, torch.Tensor], str]:
+        """Return the first weights once more, and their digest."""
+        return tensors_of(OLD), "digest-1"
+
+    def kept(self, turn: Turn, *, cut: int) -> np.ndarray:
+        """Log-probs of the tokens from `cut` on: new weights over the KV that the old ones left."""
+        return mixed_logprobs(OLD, NEW, turn, cut=cut)
+
+    def trainers(self, turn: Turn) -> np.ndarray:
+        """Log-probs of the output by the trainer's own forward in float32, under the first weights."""
+        return trainers_logprobs(OLD, turn)
+
+    async def abort_within_a_step(self, request_id: str) -> EngineLoad:
+        """Abort a request, let the engine make one step at most, and return the load."""
+        aborting = asyncio.ensure_future(self.engine.abort(request_id))
+        await asyncio.sleep(0)
+        if self.gate is not None:
+            self.gate.allow(1)
+        assert await aborting
+        return self.engine.load()
+
+
+@torch.inference_mode()
+def mixed_logprobs(old: Any, new: Any, turn: Turn, *, cut: int) -> np.ndarray:
+    ids = torch.from_numpy(all_ids(turn))
+    # When the weights changed, the newest token had not been fed yet.
+    fed = len(turn.prompt_ids) + cut - 1
+    cache = old(input_ids=ids[None, :fed], use_cache=True).past_key_values
+    rows = new(input_ids=ids[None, fed:], cache=cache).logits[0].log_softmax(-1)
+    return rows[:-1].gather(1, ids[fed + 1 :, None])[:, 0].numpy()
+
+
+def trainers_logprobs(model: Any, turn: Turn) -> np.ndarray:
+    policy = prepare_model(deepcopy(model))
+    with torch.no_grad():
+        scored = score_tokens(policy, torch.from_numpy(all_ids(turn)))
+    return scored[len(turn.prompt_ids) - 1 :].numpy()
+
 
 class EmbeddedSubject(Subject):
     def expected(self, turn: Turn, sampling: SamplingParams, *, version: int) -> np.ndarray:
@@ -134,6 +181,16 @@ class DraftedSubject(EmbeddedSubject):
 
 
 class FakeSubject(Subject):
+    """Its policy is a table: there is no KV to keep, and its own log-probs are what a trainer would compute."""
+
+    has_kv = False
+
+    def kept(self, turn: Turn, *, cut: int) -> np.ndarray:
+        return self.expected(turn, SamplingParams(), version=2)[cut:]
+
+    def trainers(self, turn: Turn) -> np.ndarray:
+        return self.expected(turn, SamplingParams(), version=1)
+
     def expected(self, turn: Turn, sampling: SamplingParams, *, version: int) -> np.ndarray:
         policy = FakeEngine(clock=SystemClock(), digest=f"digest-{version}")
         ids = all_ids(turn)
@@ -182,6 +239,30 @@ class VllmSubject(Subject):
         await self.engine.pause("keep")
         load = self.engine.load()
         await self.engine.resume()
+        return load
+
+    def old_weights(self) -> tuple[Mapping[str, torch.Tensor], str]:
+        return tensors_of(self._server.old), "digest-1"
+
+    def kept(self, turn: Turn, *, cut: int) -> np.ndarray:
+        return mixed_logprobs(self._server.old, self._server.new, turn, cut=cut)
+
+    def trainers(self, turn: Turn) -> np.ndarray:
+        return trainers_logprobs(self._server.old, turn)
+
+    async def abort_within_a_step(self, request_id: str) -> EngineLoad:
+        # It steps by itself, and what it says of its KV comes later: it is frozen on both sides, and asked then.
+        await self.engine.pause("keep")
+        await self._until_kv(lambda used: used >= MAX_LEN - 50)
+        await self.engine.resume()
+        assert await self.engine.abort(request_id)
+        await self.engine.pause("keep")
+        return await self._until_kv(lambda used: used < MAX_LEN - 50)
+
+    async def _until_kv(self, true: Callable[[int], bool]) -> EngineLoad:
+        async with asyncio.timeout(10):
+            while not true((load := self.engine.load()).kv_used_tokens):
+                await asyncio.sleep(0.02)
         return load
 
 
@@ -391,6 +472,86 @@ async def test_a_new_request_with_an_old_prompt_gets_the_new_policy(subject):
     assert turn.version_spans[0].policy_version == 2
     assert turn.cached_tokens == 0
     np.testing.assert_allclose(turn.behavior_logprobs, subject.expected(turn, SamplingParams(), version=2), atol=1e-4)
+
+
+# -- KV of requests in flight when weights change
+
+
+async def swapped_in_flight(subject: Subject, asked: GenerateRequest, *, kv: Any, equal: bool = False) -> Turn:
+    """Let a request run across an update to version 2; return its turn, whose spans are those of the swap."""
+    tensors, digest = subject.old_weights() if equal else (subject.new_weights(), "digest-2")
+    task = await subject.running(asked)
+    await subject.act(subject.engine.pause("keep"))
+    before = subject.engine.load().output_tokens
+    await subject.engine.update(tensors, policy_version=2, digest=digest, kv=kv)
+    await subject.engine.resume()
+    turn = await task
+    cut = turn.version_spans[0].end_token
+    assert [(s.start_token, s.end_token, s.policy_version) for s in turn.version_spans] == [
+        (0, cut, 1),
+        (cut, len(turn.output_ids), 2),
+    ]
+    assert 2 <= cut <= before
+    return turn
+
+
+@pytest.mark.parametrize("kv", ["keep", "recompute"])
+async def test_an_update_to_equal_weights_in_flight_gives_the_identical_continuation(subject, kv):
+    asked = {"max_new_tokens": LONG, **subject.again(3)}
+    whole = await subject.engine.generate(request("whole", prompt_of(9), **asked))
+    turn = await swapped_in_flight(subject, request("swapped", prompt_of(9), **asked), kv=kv, equal=True)
+    assert turn.output_ids.tolist() == whole.output_ids.tolist()
+    np.testing.assert_allclose(turn.behavior_logprobs, whole.behavior_logprobs, atol=EQUAL["float32"])
+
+
+async def test_with_keep_a_request_in_flight_goes_on_over_the_keys_and_values_of_the_old_weights(subject):
+    turn = await swapped_in_flight(subject, request("a", prompt_of(9), max_new_tokens=LONG), kv="keep")
+    cut = turn.version_spans[0].end_token
+    np.testing.assert_allclose(turn.behavior_logprobs[cut:], subject.kept(turn, cut=cut), atol=EQUAL["float32"])
+    anew = subject.expected(turn, SamplingParams(), version=2)[cut:]
+    assert (np.abs(turn.behavior_logprobs[cut:] - anew).max() > 0.05) == subject.has_kv
+    old = subject.expected(turn, SamplingParams(), version=1)
+    np.testing.assert_allclose(turn.behavior_logprobs[:cut], old[:cut], atol=EQUAL["float32"])
+
+
+async def test_with_recompute_a_request_in_flight_goes_on_as_after_a_fresh_prefill(subject):
+    asked = {"temperature": 0.0}
+    turn = await swapped_in_flight(subject, request("a", prompt_of(9), max_new_tokens=LONG, **asked), kv="recompute")
+    cut = turn.version_spans[0].end_token
+    fresh = await subject.engine.generate(
+        request("fresh", all_ids(turn)[: 9 + cut].tolist(), max_new_tokens=LONG - cut, **asked)
+    )
+    assert fresh.output_ids.tolist() == turn.output_ids[cut:].tolist()
+    np.testing.assert_allclose(turn.behavior_logprobs[cut:], fresh.behavior_logprobs, atol=EQUAL["float32"])
+    new = subject.expected(turn, SamplingParams(), version=2)
+    np.testing.assert_allclose(turn.behavior_logprobs[cut:], new[cut:], atol=EQUAL["float32"])
+
+
+async def test_an_abort_frees_the_keys_and_values_of_its_request_within_a_step(subject):
+    heard = 0
+
+    def hear(chunk: TokenChunk) -> None:
+        nonlocal heard
+        heard = chunk.start_token + len(chunk.output_ids)
+
+    stays = await subject.running(request("stays", prompt_of(5), max_new_tokens=LONG), on_tokens=hear)
+    gone = await subject.running(request("gone", prompt_of(MAX_LEN - 50, seed=1), max_new_tokens=50))
+    load = await subject.abort_within_a_step("gone")
+    assert load.running == 1
+    # What is left is the other request's, in whole blocks, with one more for its next token.
+    assert 0 < load.kv_used_tokens <= 5 + heard + 2 * BLOCK < MAX_LEN - 50
+    if subject.gate is not None:
+        subject.gate.allow(math.inf)
+    await subject.engine.resume()
+    assert (await gone).stop_reason is StopReason.ABORT
+    assert len((await stays).output_ids) == LONG
+
+
+async def test_log_probs_are_those_of_the_trainers_forward_under_equal_weights(subject):
+    turn = await subject.engine.generate(request("a", prompt_of(9), max_new_tokens=40, seed=5))
+    differences = np.abs(turn.behavior_logprobs - subject.trainers(turn))
+    assert differences.max() < EQUAL["float32"]
+    assert differences.mean() < EQUAL_ON_AVERAGE["float32"]
 
 
 async def test_while_weights_load_the_engine_is_sound_and_what_comes_waits_for_the_new_version(subject):
@@ -608,3 +769,53 @@ async def test_the_seconds_sum_to_the_wall_time(subject):
     load = subject.engine.load()
     assert sum(load.seconds.values()) == pytest.approx(load.wall_s, abs=1e-9)
     assert {"startup", "decode", "paused", "idle"} <= load.seconds.keys()
+
+
+# -- bfloat16
+
+
+@pytest.fixture(scope="module")
+def rounded_server(tmp_path_factory) -> Iterator[SharedServer]:
+    if (reason := why_not()) is not None:
+        pytest.skip(reason)
+    server = SharedServer(tmp_path_factory.mktemp("vllm-bfloat16"), dtype="bfloat16")
+    yield server
+    server.stop()
+
+
+@pytest.fixture(params=["embedded", pytest.param("vllm", marks=REAL)])
+async def rounded(request, tmp_path) -> AsyncIterator[Subject]:
+    """An engine in bfloat16. A few tokens only: CPUs without it emulate it."""
+    if request.param == "vllm":
+        real = VllmSubject(request.getfixturevalue("rounded_server"))
+        yield real
+        await real.engine.close()
+        return
+    engine = embedded(tmp_path, OLD, dtype="bfloat16")
+    yield EmbeddedSubject(engine, kill=lambda: None)
+    await engine.close()
+
+
+async def test_in_bfloat16_log_probs_are_the_trainers_to_its_tolerance_and_stay_so_across_a_swap(rounded):
+    assert rounded.engine.info().dtype == "bfloat16"
+    turn = await rounded.engine.generate(request("a", prompt_of(9), max_new_tokens=16, seed=5))
+    differences = np.abs(turn.behavior_logprobs - rounded.trainers(turn))
+    assert differences.max() < EQUAL["bfloat16"]
+    assert EQUAL_ON_AVERAGE["float32"] < differences.mean() < EQUAL_ON_AVERAGE["bfloat16"]
+    await rounded.engine.pause("keep")
+    await update(rounded, kv="recompute")
+    await rounded.engine.resume()
+    after = await rounded.engine.generate(request("b", prompt_of(9), max_new_tokens=16, seed=5))
+    new, old = (rounded.expected(after, SamplingParams(), version=version) for version in (2, 1))
+    assert np.abs(after.behavior_logprobs - new).mean() < EQUAL_ON_AVERAGE["bfloat16"]
+    assert np.abs(after.behavior_logprobs - old).mean() > 3 * EQUAL_ON_AVERAGE["bfloat16"]
+
+
+async def test_in_bfloat16_a_stream_gives_what_its_turn_has_and_the_turn_without_one(rounded):
+    asked = {"max_new_tokens": 8, "temperature": 0.0}
+    plain = await rounded.engine.generate(request("plain", prompt_of(9), **asked))
+    chunks: list[TokenChunk] = []
+    streamed = await rounded.engine.generate(request("streamed", prompt_of(9), **asked), on_tokens=chunks.append)
+    ids, logprobs, runs = joined(chunks)
+    assert ids == streamed.output_ids.tolist() == plain.output_ids.tolist()
+    assert (logprobs, runs) == (streamed.behavior_logprobs.tolist(), [(1, 8)])
