@@ -261,7 +261,7 @@ class VllmSubject(Subject):
 
     async def _until_kv(self, true: Callable[[int], bool]) -> EngineLoad:
         async with asyncio.timeout(10):
-            while not true((load := self.engine.load()).kv_used_tokens):
+            while not true((load := self.engine.load()).kv_used_tokens):  # noqa: ASYNC110 - it is polled elsewhere
                 await asyncio.sleep(0.02)
         return load
 
