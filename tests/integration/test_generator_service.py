@@ -44,7 +44,7 @@ from rollmill.generator.service import InferenceService
 from rollmill.generator.state import ReplicaState
 from rollmill.types import Canary, SamplingParams, StopReason, TokenChunk
 from rollmill.weights.repository import LocalModelRepository
-from service_builders import service, two_versions, until, until_running
+from service_builders import quick_engine, service, two_versions, until, until_running
 
 pytestmark = pytest.mark.integration
 
@@ -505,3 +505,23 @@ async def test_a_face_that_cannot_be_bound_ends_the_start_with_its_error(tmp_pat
         )
     assert not (tmp_path / "address.json").exists()
     assert (engine.healthy(), repository.held_versions()) == (False, [])
+
+
+@pytest.mark.parametrize(("tokens", "cut"), [(30, 0), (2000, 1)])
+async def test_a_load_that_drains_says_over_the_wire_how_long_it_waited_and_how_many_it_cut(tokens, cut):
+    repository, _, _ = two_versions()
+    engine = quick_engine(step_s=0.01)
+    bound_s = 0.2 if cut else 15.0
+    async with service(engine, repository, kv_policy="drain", drain_on_update_s=bound_s) as client:
+        running = asyncio.ensure_future(client.generate(request("running", [1, 2, 3], max_new_tokens=tokens)))
+        await until_running(client)
+        report = await client.load_weights(2, deadline_s=20)
+        assert report.cut == cut
+        assert (report.finish_s >= bound_s) if cut else (0 < report.finish_s < bound_s)
+        parts_s = report.drain_s + report.swap_s + report.prove_s + report.resume_s
+        assert report.pause_s == pytest.approx(parts_s)  # in which the wait is not
+        after = await client.generate(request("after", [1, 2, 3]))
+        assert [span.policy_version for span in after.version_spans] == [2]
+        await client.abort("running")
+        versions = [span.policy_version for span in (await running).version_spans]
+        assert versions == ([1, 2] if cut else [1])
