@@ -83,8 +83,20 @@ STATUSES: tuple[WireStatus, ...] = (  # the first row that fits
     WireStatus(
         kind=NotServing, grpc="UNAVAILABLE", http=503, when="the replica is starting, dirty or draining: ask another"
     ),
-    WireStatus(kind=EngineDead, grpc="UNAVAILABLE", http=503, when="the engine died, or the replica is out of reach"),
-    WireStatus(kind=RequestAborted, grpc="CANCELLED", http=499, when="the request was cancelled before its end"),
+    WireStatus(
+        kind=EngineDead,
+        grpc="UNAVAILABLE",
+        http=503,
+        when="the engine died, or the replica is out of reach; a connection that was cut within a stream, or went "
+        "silent",
+    ),
+    WireStatus(
+        kind=RequestAborted,
+        grpc="CANCELLED",
+        http=499,
+        when="the request was cancelled before its end: by its caller, or because the caller's connection was cut or "
+        "went silent",
+    ),
     WireStatus(
         kind=EngineError,
         grpc="FAILED_PRECONDITION",

@@ -203,6 +203,21 @@ def test_a_stop_string_ends_its_own_sample_alone_and_the_engine_stops_sampling_i
     assert status.running == 0
 
 
+@pytest.mark.parametrize(("body", "expected"), [({}, "of the header"), ({"session_id": "of the body"}, "of the body")])
+def test_a_session_may_be_named_by_a_header(body, expected):
+    asked: list[GenerateRequest] = []
+
+    def script(request: GenerateRequest) -> None:
+        asked.append(request)
+
+    async def scenario(client, service):
+        headers = {"X-Session-ID": "of the header"}
+        assert (await client.post(TOKENS, json=tokens(**body), headers=headers)).status_code == 200
+
+    in_world(scenario, script=script)
+    assert [request.session_id for request in asked] == [expected]
+
+
 def test_tokens_can_be_stopped_by_text_too():
     body = tokens(sampling_params={"max_tokens": 20, "stop": "not"})
     (choice,) = answered(TOKENS, body, script=says("4, not 5."))["choices"]

@@ -188,6 +188,7 @@ class TokenSampling(_Sampling, kw_only=True):
         max_tokens: all that the context leaves if left out.
         logprobs: 0 or 1: that of every sampled token; the engine records no alternatives.
         detokenize, skip_special_tokens, spaces_between_special_tokens: taken; ids go out, not text.
+        routed_experts_prompt_start: taken; no model that is served here has experts to tell of.
     """
 
     logprobs: Annotated[int, msgspec.Meta(ge=0, le=1)] | None = None
@@ -195,6 +196,7 @@ class TokenSampling(_Sampling, kw_only=True):
     detokenize: bool | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
+    routed_experts_prompt_start: int | None = None
 
 
 class TokenRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -204,7 +206,7 @@ class TokenRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         token_ids: the prompt.
         cache_salt: only empty: the prefix cache is keyed by the weights, not by a word of the caller's.
         output_mode: only `tokens`.
-        model, stream, request_id, ...: as in the other calls.
+        model, stream, request_id, ...: as in the other calls; the header `x-session-id` stands in for `session_id`.
     """
 
     token_ids: list[TokenId]

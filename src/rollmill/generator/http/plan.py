@@ -17,7 +17,7 @@ from rollmill.generator.http.problems import RequestProblem
 from rollmill.generator.wire import DEFAULT_DEADLINE_S, MAX_CHARS_PER_TOKEN, Prompt, seed_of
 from rollmill.types import GenerateRequest, Message, SamplingParams
 
-ID_HEADER, DEADLINE_HEADER = "x-request-id", "x-request-timeout"
+ID_HEADER, DEADLINE_HEADER, SESSION_HEADER = "x-request-id", "x-request-timeout", "x-session-id"
 MAX_STOPS, MAX_STOP_CHARS, MAX_PROMPTS = 16, 1024, 1024
 COMPLETION_TOKENS = 16
 """OpenAI's default of `max_tokens` for completions; chats have none."""
@@ -98,7 +98,7 @@ def plan_of(call: Call, *, prompts: Sequence[np.ndarray], headers: Mapping[str, 
     Args:
         call: its body.
         prompts: its prompts as ids, in their order.
-        headers: of the call; `x-request-id` and `x-request-timeout` count where the body says nothing.
+        headers: of the call; `x-request-id`, `x-request-timeout` and `x-session-id` count where the body says nothing.
         facts: of the replica.
 
     Raises:
@@ -120,7 +120,7 @@ def plan_of(call: Call, *, prompts: Sequence[np.ndarray], headers: Mapping[str, 
             group_key=call.group_key or "",
             deadline_s=deadline_s,
             min_policy_version=call.min_policy_version or 0,
-            session_id=call.session_id or "",
+            session_id=call.session_id or headers.get(SESSION_HEADER, ""),
             job=call.job or "",
             adapter=call.adapter or (model if (model := call.model or "") in facts.adapters else ""),
         )

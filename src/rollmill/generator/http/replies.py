@@ -93,8 +93,13 @@ class CompletionLogprobs(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class IdLogprob(msgspec.Struct, frozen=True, kw_only=True):
-    """Log-probability of a sampled id."""
+    """Log-probability of a sampled id.
 
+    Attributes:
+        token: `token_id:N`, as vLLM writes it and as the client of verifiers checks it.
+    """
+
+    token: str
     token_id: int
     logprob: float
     rank: None = None
@@ -389,5 +394,8 @@ def completion_logprobs(
 def id_logprobs(ids: Sequence[int], logprobs: Sequence[float]) -> IdLogprobs:
     """Return the log-probabilities of sampled ids as the token API has them."""
     return IdLogprobs(
-        content=[IdLogprob(token_id=token, logprob=value) for token, value in zip(ids, logprobs, strict=True)]
+        content=[
+            IdLogprob(token=f"token_id:{token}", token_id=token, logprob=value)
+            for token, value in zip(ids, logprobs, strict=True)
+        ]
     )
