@@ -14,7 +14,8 @@
 | `memory` | of a replica over 10,000 requests |
 
 Who is compared takes turns, in an order that rotates, so that what disturbs the machine disturbs all; ratios are medians
-over the repeats of paired figures. Writes `result.json` beside this file after every part and merges with what is there.
+over the repeats of paired figures. Writes `result.json` beside this file after every part and merges with what is there;
+`goals` says which goals it reaches (`goals.py`). `--summarise` writes that anew for a result that is there, and measures nothing.
 """  # noqa: E501 - a table
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from goals import goals_of, lines_of
 from shared import load
 
 engine = load("run")
@@ -415,8 +417,13 @@ def main() -> None:
     parser.add_argument(
         "--smoke", action="store_true", help="few and short requests: shows that all runs, measures nothing"
     )
+    parser.add_argument("--summarise", action="store_true", help="measure nothing; write the goals of the result anew")
     parser.add_argument("--out", type=Path, default=HERE / "result.json")
     args = parser.parse_args()
+    if args.summarise:
+        result = json.loads(args.out.read_text())
+        write(result, out=args.out)
+        return
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))  # so that what was started is ended on the way out
 
     from rollmill.weights.prepare import prepare
@@ -435,12 +442,18 @@ def main() -> None:
         result["settings"] = {
             name: str(value) if isinstance(value, Path) else value
             for name, value in vars(args).items()
-            if name not in ("out", "parts")
+            if name not in ("out", "parts", "summarise")
         }
         result["ratios"] |= {f"{part}_{name}": value for name, value in found.pop("ratios").items()}
         result["parts"][part] = found
-        args.out.write_text(json.dumps(result, indent=2) + "\n")
-    print(json.dumps(result["ratios"], indent=2))
+        write(result, out=args.out)
+
+
+def write(result: dict[str, Any], *, out: Path) -> None:
+    """Write a result with its goals, and print those."""
+    result["goals"] = goals_of(result)
+    out.write_text(json.dumps(result, indent=2) + "\n")
+    print(lines_of(result["goals"]), flush=True)
 
 
 if __name__ == "__main__":
