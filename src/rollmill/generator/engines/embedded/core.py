@@ -299,7 +299,7 @@ class EngineCore:
         fed = [1 + len(guess.tokens) for guess in guesses]
         counters = np.concatenate([np.arange(s.count, s.count + n) for s, n in zip(self.running, fed, strict=True)])
         params = [s.request.sampling for s, n in zip(self.running, fed, strict=True) for _ in range(n)]
-        drawn = verify(logits, params=params, counters=counters, guesses=guesses)
+        drawn = verify(logits, params=params, counters=counters, guesses=guesses, kernels=self.model.kernels)
         for sequence, guess, tokens in zip(self.running, guesses, drawn, strict=True):
             self._keep(sequence, tokens, guess=guess)
         self.decode_passes += 1

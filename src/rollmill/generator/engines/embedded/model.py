@@ -137,7 +137,8 @@ class ServedModel:
         self._model = _build(config, dtype=dtype)
         self._body = self._model.base_model if self.labels else self._model
         compiled = choose_kernels(kernels)
-        self._kernels = compiled
+        self.kernels = compiled
+        """They attend, and compute what lies between products, also where torch multiplies."""
         self.quantization = quantization
         packing = _packing(compiled, choice=kernels, quantization=quantization, dtype=dtype)
         self.native_kernels = packing is not None
@@ -150,7 +151,7 @@ class ServedModel:
         self.layers = int(text.num_hidden_layers)
         self.kv_heads = int(getattr(text, "num_key_value_heads", None) or text.num_attention_heads)
         self.head_dim = int(getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
-        self.needs_masks = self._kernels is None or self.head_dim % DIM_STEP > 0
+        self.needs_masks = self.kernels is None or self.head_dim % DIM_STEP > 0
         self.vocabulary_size = int(text.vocab_size)
         self.context_len = int(getattr(text, "max_position_embeddings", 0) or 1 << 30)
         accepted = inspect.signature(self._body.forward).parameters
@@ -167,7 +168,7 @@ class ServedModel:
             size=size,
             head_dim=self.head_dim,
             dtype=self.dtype,
-            kernels=self._kernels,
+            kernels=self.kernels,
         )
 
     def block_bytes(self, size: int) -> int:
@@ -276,7 +277,7 @@ class ServedModel:
                 position_ids=positions[None],
                 use_cache=True,
                 block_plan=plan,
-                block_kernels=self._kernels,
+                block_kernels=self.kernels,
                 **({} if self.labels else {"logits_to_keep": 0 if keep is None else keep}),
                 **{self._cache_argument: pool},
             )

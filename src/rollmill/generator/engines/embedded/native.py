@@ -57,7 +57,7 @@ class Kernels:
         self.bfloat16 = variant == "avx512_bf16"
         """Whether there is a product in bfloat16."""
         self.fuses = variant != "avx2"
-        """Whether there are `norm` and `gated`."""
+        """Whether there are `norm`, `gated` and `block_sums`."""
         library.rollmill_columns.argtypes, library.rollmill_columns.restype = [], number
         self._columns = int(library.rollmill_columns())
         self._pack, self._linear = library.rollmill_pack, library.rollmill_linear
@@ -74,6 +74,8 @@ class Kernels:
             self._norm.argtypes = [pointer] * 3 + [number] * 3 + [ctypes.c_float, number]
             self._gated.argtypes = [pointer] * 3 + [number] * 3
             self._norm.restype = self._gated.restype = None
+            self._block_sums = library.rollmill_block_sums
+            self._block_sums.argtypes, self._block_sums.restype = [pointer] * 4 + [number] * 5, None
         self._write = library.rollmill_write
         self._write.argtypes, self._write.restype = ([pointer, number, number] * 2 + [pointer] * 5 + [number] * 5), None
         self._attend = library.rollmill_attend
@@ -152,6 +154,26 @@ class Kernels:
         out, half = torch.empty_like(gate), gate.dtype is torch.bfloat16
         self._gated(gate.data_ptr(), up.data_ptr(), out.data_ptr(), half, gate.numel(), torch.get_num_threads())
         return out
+
+    def block_sums(
+        self, logits: torch.Tensor, temperatures: torch.Tensor, *, block: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the greatest of each row of scaled logits, and how much each block of them weighs beside it.
+
+        Args:
+            logits: float32 or bfloat16 [rows, vocabulary], contiguous.
+            temperatures: float32 [rows], what logits are divided by.
+            block: numbers of a block.
+
+        Returns:
+            float32 [rows] and float32 [rows, blocks], sums of `exp(logit / temperature - greatest)`.
+        """
+        rows, vocabulary = logits.shape
+        greatest, sums = torch.empty(rows), torch.empty(rows, -(-vocabulary // block))
+        addresses = (tensor.data_ptr() for tensor in (logits, temperatures, greatest, sums))
+        half = logits.dtype is torch.bfloat16
+        self._block_sums(*addresses, half, rows, vocabulary, block, torch.get_num_threads())
+        return greatest, sums
 
     def write(
         self,

@@ -22,7 +22,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from rollmill.generator.engines.embedded.sampling import draw, pick, refuse_infinite, shaped, stream, weigh
+from rollmill.generator.engines.embedded.native import Kernels
+from rollmill.generator.engines.embedded.sampling import draw, pick, refuse_infinite, sample, shaped, stream, weigh
 from rollmill.generator.engines.embedded.speculation import Guess
 from rollmill.generator.engines.streams import ACCEPT_LANE
 from rollmill.types import SamplingParams
@@ -79,7 +80,12 @@ def instead(target: torch.Tensor, draft: torch.Tensor) -> torch.Tensor:
 
 
 def verify(
-    logits: torch.Tensor, *, params: Sequence[SamplingParams], counters: np.ndarray, guesses: Sequence[Guess]
+    logits: torch.Tensor,
+    *,
+    params: Sequence[SamplingParams],
+    counters: np.ndarray,
+    guesses: Sequence[Guess],
+    kernels: Kernels | None = None,
 ) -> list[list[tuple[int, float]]]:
     """Return the tokens that each sequence gets, with their log-probs under the model.
 
@@ -89,6 +95,7 @@ def verify(
         params: of each row.
         counters: int64 [rows], index of the token that each row gives.
         guesses: of each sequence, empty ones included.
+        kernels: as for `sample`.
 
     Returns:
         for each sequence the guesses that count and the token behind them; for a greedy one a token for each row,
@@ -97,7 +104,6 @@ def verify(
     Raises:
         EngineError: if logits are not finite.
     """
-    logits = shaped(logits, params=params)
     starts = np.cumsum([0, *(1 + len(guess.tokens) for guess in guesses)])
     judged = [
         (number, int(start), guess)
@@ -106,6 +112,7 @@ def verify(
     ]
     ends = starts[1:].copy()
     if judged:
+        logits = shaped(logits, params=params)
         rows = np.concatenate([np.arange(start, start + len(guess.tokens)) for _, start, guess in judged])
         judgement = _judge(logits, rows=rows, params=params, counters=counters, drafts=[one for _, _, one in judged])
         tokens, logprobs = _draw_others(logits, rows=rows, params=params, counters=counters)
@@ -113,7 +120,7 @@ def verify(
         for (number, start, _), right in zip(judged, judgement.right, strict=True):
             ends[number] = start + right + 1
     else:
-        tokens, logprobs = draw(logits, params=params, uniform=stream(params, counters))
+        tokens, logprobs = sample(logits, params=params, counters=counters, kernels=kernels)
     return [
         list(zip(tokens[start:end].tolist(), logprobs[start:end].tolist(), strict=True))
         for start, end in zip(starts[:-1], ends, strict=True)

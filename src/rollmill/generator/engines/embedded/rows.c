@@ -1,6 +1,6 @@
 /* What lies between the products of a layer, row by row, on x86-64 with AVX-512: root-mean-square norms, gated units,
- * rotated pairs, and writing keys and values into blocks. Each is a dozen of a general library's operators, which cost more in calls
- * than in arithmetic where rows are few. Numbers are float32, or bfloat16 if `half`; they are rounded where the modules
+ * sums of the next token's distribution, and writing keys and values into blocks. Each is several of a general library's
+ * operators, which cost more in calls and in passes over memory than in arithmetic. Numbers are float32, or bfloat16 if `half`; they are rounded where the modules
  * that this stands for round them. A row's result depends on that row alone.
  */
 #include <immintrin.h>
@@ -70,7 +70,7 @@ void rollmill_norm(
 /* e^x, to 2 units in the last place (Cephes), 0 and infinity included. */
 static inline __m512 exp_of(__m512 x) {
     /* The second operand is returned for what is no number. */
-    x = _mm512_min_ps(_mm512_set1_ps(104.0f), _mm512_max_ps(_mm512_set1_ps(-104.0f), x));
+    x = _mm512_min_ps(_mm512_set1_ps(104.0f), _mm512_max_ps(_mm512_set1_ps(-105.0f), x));
     __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504088896341f)), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
     x = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), x);
     x = _mm512_fnmadd_ps(n, _mm512_set1_ps(-2.12194440e-4f), x);
@@ -98,6 +98,42 @@ void rollmill_gated(const void *gate, const void *up, void *out, long half, long
     for (long at = 0; at < count; at += LANES) {
         if (half) gated(1, gate, up, out, at, count - at);
         else gated(0, gate, up, out, at, count - at);
+    }
+}
+
+/* ---- the distribution of the next token, by blocks of the vocabulary */
+
+static inline __attribute__((always_inline)) void sums_of(
+    const int half, const void *logits, long row, long n, float temperature, float *greatest, float *sums, long block) {
+    __m512 divisor = _mm512_set1_ps(temperature), most = _mm512_set1_ps(-__builtin_inff());
+    for (long q = 0; q < n; q += LANES) {
+        __mmask16 here = first(n - q);
+        most = _mm512_mask_max_ps(most, here, _mm512_div_ps(load(half, logits, row * n + q, here), divisor), most);
+    }
+    *greatest = _mm512_reduce_max_ps(most);
+    most = _mm512_set1_ps(*greatest);
+    for (long from = 0; from < n; from += block) {
+        long until = n < from + block ? n : from + block;
+        __m512 sum = _mm512_setzero_ps();
+        for (long q = from; q < until; q += LANES) {
+            __mmask16 here = first(until - q);
+            __m512 scaled = _mm512_div_ps(load(half, logits, row * n + q, here), divisor);
+            sum = _mm512_mask_add_ps(sum, here, sum, exp_of(_mm512_sub_ps(scaled, most)));
+        }
+        *sums++ = _mm512_reduce_add_ps(sum);
+    }
+}
+
+/* For each row of logits [m, n], divided by its temperature: the greatest, and sums of e^(logit - greatest) over each
+ * `block` of it, [m, ceil(n / block)]; no number where a logit is none. */
+void rollmill_block_sums(
+    const void *logits, const float *temperatures, float *greatest, float *sums, long half, long m, long n, long block,
+    long threads) {
+    long blocks = (n + block - 1) / block;
+#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1 && m * n >= WORTH)
+    for (long row = 0; row < m; row++) {
+        if (half) sums_of(1, logits, row, n, temperatures[row], greatest + row, sums + row * blocks, block);
+        else sums_of(0, logits, row, n, temperatures[row], greatest + row, sums + row * blocks, block);
     }
 }
 

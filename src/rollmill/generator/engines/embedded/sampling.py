@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from rollmill.errors import EngineError
+from rollmill.generator.engines.embedded.native import Kernels
 from rollmill.generator.engines.streams import uniforms
 from rollmill.types import SamplingParams
 
@@ -31,7 +32,11 @@ _NUCLEUS_GUESS = 512
 
 
 def sample(
-    logits: torch.Tensor, *, params: Sequence[SamplingParams], counters: np.ndarray
+    logits: torch.Tensor,
+    *,
+    params: Sequence[SamplingParams],
+    counters: np.ndarray,
+    kernels: Kernels | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Draw one token per row.
 
@@ -39,6 +44,7 @@ def sample(
         logits: float [rows, vocabulary]; may be overwritten if float32.
         params: sampling parameters of each row.
         counters: int64 [rows], index of the token in its request's output.
+        kernels: weigh what no filter cuts, in one pass over the logits, where they have that function.
 
     Returns:
         int64 [rows] tokens and float32 [rows] behaviour log-probs.
@@ -46,7 +52,22 @@ def sample(
     Raises:
         EngineError: if a row holds no finite maximum (weights or KV are NaN or infinite).
     """
-    return draw(shaped(logits, params=params), params=params, uniform=stream(params, counters))
+    uniform = stream(params, counters)
+    if kernels is None or not kernels.fuses:
+        return draw(shaped(logits, params=params), params=params, uniform=uniform)
+    whole = np.array([p.temperature > 0 and not _is_filtered(p) for p in params])
+    tokens, logprobs = np.zeros(len(params), dtype=np.int64), np.zeros(len(params), dtype=np.float32)
+    for rows in (np.flatnonzero(whole), np.flatnonzero(~whole)):
+        if not len(rows):
+            continue
+        picked = logits if len(rows) == len(params) else logits[torch.from_numpy(rows)]
+        own = [params[row] for row in rows]
+        if whole[rows[0]]:
+            tokens[rows], logprobs[rows] = _draw_whole(picked, own, uniform[rows], kernels=kernels)
+        else:
+            tokens[rows], logprobs[rows] = draw(shaped(picked, params=own), params=own, uniform=uniform[rows])
+    refuse_infinite(logprobs)
+    return tokens, logprobs
 
 
 def stream(params: Sequence[SamplingParams], counters: np.ndarray) -> np.ndarray:
@@ -62,10 +83,18 @@ def shaped(logits: torch.Tensor, *, params: Sequence[SamplingParams]) -> torch.T
         params: of each row.
     """
     logits = logits.float()
-    temperatures = np.array([p.temperature if p.temperature > 0 else 1.0 for p in params], dtype=np.float32)
-    if np.any(temperatures != 1.0):
-        logits.div_(torch.from_numpy(temperatures)[:, None])
+    temperatures = _temperatures(params)
+    if bool((temperatures != 1.0).any()):
+        logits.div_(temperatures[:, None])
     return logits.sub_(logits.amax(-1, keepdim=True))
+
+
+def _temperatures(params: Sequence[SamplingParams]) -> torch.Tensor:
+    return torch.tensor([p.temperature if p.temperature > 0 else 1.0 for p in params], dtype=torch.float32)
+
+
+def _is_filtered(params: SamplingParams) -> bool:
+    return params.top_k > 0 or params.top_p < 1.0
 
 
 def draw(
@@ -112,7 +141,7 @@ def _by_kind(params: Sequence[SamplingParams]) -> list[tuple[np.ndarray, _Draw]]
     for row, p in enumerate(params):
         if p.temperature <= 0:
             kind = _greedy
-        elif p.top_k or p.top_p < 1.0:
+        elif _is_filtered(p):
             kind = _filtered
         else:
             kind = _plain
@@ -147,12 +176,32 @@ def pick(weights: torch.Tensor, uniform: np.ndarray) -> tuple[np.ndarray, np.nda
     """
     rows = len(weights)
     weights = weights.view(rows, -1, _BLOCK)
-    block_cdf = weights.sum(-1).double().cumsum(-1)
-    total = block_cdf[:, -1].numpy()
-    block, rest = _invert(block_cdf.numpy(), uniform * total)
+    block, rest, total = _pick_block(weights.sum(-1), uniform)
     inner_cdf = weights[torch.arange(rows), torch.from_numpy(block)].double().cumsum(-1).numpy()
     inner, _ = _invert(inner_cdf, rest)
     return block * _BLOCK + inner, total
+
+
+def _pick_block(sums: torch.Tensor, uniform: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return of each row the block drawn, what of the draw is left inside it, and the sum of all."""
+    cdf = sums.double().cumsum(-1).numpy()
+    total = cdf[:, -1]
+    return (*_invert(cdf, uniform * total), total)
+
+
+def _draw_whole(
+    logits: torch.Tensor, params: Sequence[SamplingParams], uniform: np.ndarray, *, kernels: Kernels
+) -> tuple[np.ndarray, np.ndarray]:
+    """Draw as `_plain` does, of logits that are not shaped; only the block that is drawn is looked at again."""
+    vocabulary, temperatures = logits.shape[1], _temperatures(params)
+    greatest, sums = kernels.block_sums(logits.contiguous(), temperatures, block=_BLOCK)
+    block, rest, total = _pick_block(sums, uniform)
+    places = torch.from_numpy(block)[:, None] * _BLOCK + torch.arange(_BLOCK)
+    inside = logits.gather(1, places.clamp(max=vocabulary - 1)).float()
+    inside = inside.div_(temperatures[:, None]).sub_(greatest[:, None]).masked_fill_(places >= vocabulary, -torch.inf)
+    inner, _ = _invert(inside.double().exp().cumsum(-1).numpy(), rest)
+    logprobs = inside.numpy()[np.arange(len(inner)), inner] - np.log(total)
+    return block * _BLOCK + inner, logprobs.astype(np.float32)
 
 
 def weigh(logits: torch.Tensor, *, params: Sequence[SamplingParams]) -> tuple[torch.Tensor, np.ndarray]:
@@ -168,7 +217,7 @@ def weigh(logits: torch.Tensor, *, params: Sequence[SamplingParams]) -> tuple[to
     """
     weights = _weights_of_all(logits)
     totals = weights.view(len(weights), -1, _BLOCK).sum(-1).double().cumsum(-1)[:, -1].numpy()
-    filtered = [row for row, p in enumerate(params) if p.temperature > 0 and (p.top_k or p.top_p < 1.0)]
+    filtered = [row for row, p in enumerate(params) if p.temperature > 0 and _is_filtered(p)]
     if filtered:
         rows = torch.tensor(filtered)
         _, candidates, kept = _kept(logits[rows], [params[row] for row in filtered])
