@@ -1,9 +1,9 @@
 """Where a decode step's CPU-seconds go, by part and by rows, with and without the compiled kernels.
 
     python benchmarks/engine/profile_step.py                   # one minute on a quiet core; merges into profile.json
-    python benchmarks/engine/profile_step.py --rows 32 --kernels auto
+    python benchmarks/engine/profile_step.py --rows 32 --kernels auto --dtype bfloat16 --group 1
 
-One thread, float32, groups of 8 with prompts of 48 tokens, a few tokens into the answer. The rate is measured without a
+One thread, groups of 8 (`--group`) with prompts of 48 tokens, a few tokens into the answer. The rate is measured without a
 profiler, the engines taking turns, in CPU-seconds; the parts with torch's profiler, which counts wall time: read them
 as shares, on a quiet machine.
 """
@@ -36,19 +36,19 @@ from rollmill.types import GenerateRequest, SamplingParams
 from rollmill.weights.prepare import prepare
 
 HERE = Path(__file__).parent
-MODEL, GROUP, PROMPT_TOKENS, STEPS, REPEATS = "smollm2-135m-instruct", 8, 48, 6, 3
+MODEL, PROMPT_TOKENS, STEPS, REPEATS = "smollm2-135m-instruct", 48, 6, 3
 PARTS = {
-    "products": ("native linear", "aten::mm", "aten::addmm", "aten::bmm"),
+    "products": ("native linear", "native linear_bfloat16", "aten::mm", "aten::addmm", "aten::bmm"),
     "attention": ("native attend", "aten::_scaled_dot_product_flash_attention_for_cpu"),
-    "KV writes": ("aten::_index_put_impl_", "aten::index"),
-    "sampling": ("aten::exp", "aten::amax", "aten::sub_", "aten::cumsum", "aten::fill_"),
+    "KV writes": ("native write", "aten::_index_put_impl_", "aten::index"),
+    "sampling": ("native block_sums", "aten::exp", "aten::amax", "aten::sub_", "aten::cumsum", "aten::fill_"),
 }
 
 
-def new_core(kernels: Any, *, path: Path, slots: int) -> EngineCore:
+def new_core(kernels: Any, *, path: Path, slots: int, dtype: torch.dtype) -> EngineCore:
     """Return an engine without its thread."""
     clock = SystemClock()
-    model = ServedModel(path, dtype=torch.float32, tensors=load_file(path / "model.safetensors"), kernels=kernels)
+    model = ServedModel(path, dtype=dtype, tensors=load_file(path / "model.safetensors"), kernels=kernels)
     budget = plan_kv(
         block_bytes=model.block_bytes(BLOCK_TOKENS),
         block_tokens=BLOCK_TOKENS,
@@ -69,16 +69,16 @@ def new_core(kernels: Any, *, path: Path, slots: int) -> EngineCore:
     )
 
 
-def fill(core: EngineCore, rows: int) -> None:
+def fill(core: EngineCore, rows: int, *, siblings: int) -> None:
     """Start `rows` rollouts in groups and take them past their prompts."""
     numbers, now_s = np.random.default_rng(rows), SystemClock().now_s()
-    for group in range(rows // GROUP):
+    for group in range(rows // siblings):
         ids = numbers.integers(100, 40_000, PROMPT_TOKENS).astype(np.int32)
-        for member in range(GROUP):
+        for member in range(siblings):
             request = GenerateRequest(
                 request_id=f"{group}-{member}",
                 prompt_ids=ids,
-                sampling=SamplingParams(max_new_tokens=64, seed=group * GROUP + member),
+                sampling=SamplingParams(max_new_tokens=64, seed=group * siblings + member),
                 group_key=f"group-{group}",
                 deadline_s=3600.0,
             )
@@ -90,9 +90,9 @@ def fill(core: EngineCore, rows: int) -> None:
         raise RuntimeError(f"{len(core.running)} of {rows} rollouts run: slots or deadlines do not fit the benchmark")
 
 
-def tokens_per_cpu_s(core: EngineCore, rows: int) -> float:
+def tokens_per_cpu_s(core: EngineCore, rows: int, *, siblings: int) -> float:
     """Return new tokens per CPU-second of decode steps."""
-    fill(core, rows)
+    fill(core, rows, siblings=siblings)
     started = time.process_time()
     for _ in range(STEPS):
         core.step()
@@ -101,9 +101,9 @@ def tokens_per_cpu_s(core: EngineCore, rows: int) -> float:
     return rows * STEPS / seconds
 
 
-def parts(core: EngineCore, rows: int) -> dict[str, float]:
+def parts(core: EngineCore, rows: int, *, siblings: int) -> dict[str, float]:
     """Return milliseconds of a step by part."""
-    fill(core, rows)
+    fill(core, rows, siblings=siblings)
     started = time.process_time()
     with profile(activities=[ProfilerActivity.CPU]) as seen:
         for _ in range(STEPS):
@@ -120,7 +120,7 @@ def parts(core: EngineCore, rows: int) -> dict[str, float]:
 
 def name_the_kernels() -> None:
     """Make the compiled functions visible to torch's profiler, which sees only its own operators."""
-    for name in ("linear", "linear_bfloat16", "attend"):
+    for name in ("linear", "linear_bfloat16", "attend", "write", "norm", "gated", "block_sums"):
         plain = getattr(Kernels, name)
 
         @functools.wraps(plain)
@@ -136,26 +136,29 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, nargs="+", default=[8, 16, 32, 48, 64])
     parser.add_argument("--kernels", nargs="+", default=["torch", "auto"], choices=["torch", "auto", "native"])
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
+    parser.add_argument("--group", type=int, default=8)
     parser.add_argument("--out", type=Path, default=HERE / "profile.json")
     args = parser.parse_args()
     torch.set_num_threads(1)
     path = Path(prepare(MODEL).path)
-    cores = {kernels: new_core(kernels, path=path, slots=max(args.rows)) for kernels in args.kernels}
+    dtype = getattr(torch, args.dtype)
+    cores = {kernels: new_core(kernels, path=path, slots=max(args.rows), dtype=dtype) for kernels in args.kernels}
     result = json.loads(args.out.read_text()) if args.out.exists() else {}
     rates: dict[tuple[str, int], list[float]] = {}
     for rows in args.rows:
         for _ in range(REPEATS):
             for kernels, core in cores.items():
-                rates.setdefault((kernels, rows), []).append(tokens_per_cpu_s(core, rows))
+                rates.setdefault((kernels, rows), []).append(tokens_per_cpu_s(core, rows, siblings=args.group))
     name_the_kernels()
     for rows in args.rows:
         for kernels, core in cores.items():
             entry = {
                 "tokens_per_cpu_s": round(statistics.median(rates[kernels, rows]), 1),
-                "step_ms_by_part": parts(core, rows),
+                "step_ms_by_part": parts(core, rows, siblings=args.group),
                 "load_average": os.getloadavg()[0],
             }
-            result[f"{kernels}-{rows}"] = entry
+            result[f"{args.dtype}-{kernels}-{rows}-in-{args.group}"] = entry
             print(kernels, rows, json.dumps(entry), flush=True)
             args.out.write_text(json.dumps(result, indent=2) + "\n")
 

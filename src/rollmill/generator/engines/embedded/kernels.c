@@ -17,10 +17,12 @@
 #define LANES 16          /* of a vector */
 #define ROWS 12           /* of a tile: 24 of 32 registers */
 #define NEAR _MM_HINT_T1  /* the cache that the next block is brought into: the first would lose what is in use */
+#define NARROW 64         /* inputs of a block of integers, which are widened into the first-level cache: 8 KiB */
 #else
 #define LANES 8
 #define ROWS 6 /* 12 of 16 registers */
 #define NEAR _MM_HINT_T0
+#define NARROW 384
 #endif
 #define COLUMNS (2 * LANES) /* of a panel */
 #define GROUP 32            /* inputs that share a factor */
@@ -66,7 +68,7 @@ static void pack_panel(const float *w, float *panel, long n, long k) {
             panel[q * COLUMNS + column] = column < n ? w[column * k + q] : 0.0f;
 }
 
-/* Numbers of 32 bits, whatever they are. `packed` must be aligned to 32 bytes and hold ceil(n / COLUMNS) * COLUMNS * k floats. */
+/* Numbers of 32 bits, whatever they are. `packed` must be aligned to 32 bytes and hold whole panels of k floats. */
 void rollmill_pack(const float *w, float *packed, long n, long k, long threads) {
     long panels = (n + COLUMNS - 1) / COLUMNS;
 #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
@@ -163,13 +165,13 @@ static void widen(const int8_t *panel, const float *factors, long first, long de
     }
 }
 
-/* All rows times one panel, of floats or of integers. Sums run over q in order inside blocks of `depth`, then over blocks: the result of a row
- * depends neither on the other rows nor on how many there are. */
+/* All rows times one panel, of floats or of integers. Sums run over q in order inside blocks of `depth`, then over
+ * blocks: the result of a row depends neither on the other rows nor on how many there are. */
 static void times_panel(
     const float *x, const float *panel, const int8_t *narrow, const float *factors, float *out, long m, long k,
     long columns, long stride) {
-    float widened[DEPTH * COLUMNS] __attribute__((aligned(64)));
-    long blocks = (k + DEPTH - 1) / DEPTH, tiles = (m + ROWS - 1) / ROWS;
+    float widened[NARROW * COLUMNS] __attribute__((aligned(64)));
+    long most = narrow ? NARROW : DEPTH, blocks = (k + most - 1) / most, tiles = (m + ROWS - 1) / ROWS;
     float part[ROWS * COLUMNS];
     for (long b = 0, q = 0; b < blocks; b++) {
         long depth = (k - q) / (blocks - b);
@@ -337,7 +339,8 @@ static void round_row(const float *sums, uint16_t *to, long columns) {
 }
 
 /* All rows times one panel: `pairs` of inputs. As with floats, a row's sums have one order. */
-static void times_panel_bf16(const uint16_t *x, const uint16_t *panel, uint16_t *out, long m, long pairs, long columns, long stride) {
+static void times_panel_bf16(
+    const uint16_t *x, const uint16_t *panel, uint16_t *out, long m, long pairs, long columns, long stride) {
     float sums[CHUNK * COLUMNS];
     long tiles = (m + ROWS - 1) / ROWS;
     for (long pair = 0; pair < pairs; pair += PAIRS) {

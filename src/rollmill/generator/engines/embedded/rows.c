@@ -1,7 +1,9 @@
 /* What lies between the products of a layer, row by row, on x86-64 with AVX-512: root-mean-square norms, gated units,
- * sums of the next token's distribution, and writing keys and values into blocks. Each is several of a general library's
- * operators, which cost more in calls and in passes over memory than in arithmetic. Numbers are float32, or bfloat16 if `half`; they are rounded where the modules
- * that this stands for round them. A row's result depends on that row alone.
+ * sums of the next token's distribution; and, on any CPU, writing keys and values into blocks.
+ *
+ * Each is several of a general library's operators, which cost more in calls and in passes over memory than in
+ * arithmetic. Numbers are float32, or bfloat16 if `half`; they are rounded where the modules that this stands for round
+ * them. A row's result depends on that row alone.
  */
 #include <immintrin.h>
 #include <stdint.h>
@@ -25,7 +27,8 @@ static inline __m512i upper(__m512 x) {
     __m512i bits = _mm512_castps_si512(x);
     __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
     __m512i up = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
-    return _mm512_mask_mov_epi32(_mm512_srli_epi32(up, 16), _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), _mm512_set1_epi32(0x7fc0));
+    __mmask16 none = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
+    return _mm512_mask_mov_epi32(_mm512_srli_epi32(up, 16), none, _mm512_set1_epi32(0x7fc0));
 }
 
 static inline __attribute__((always_inline)) __m512 rounded(const int half, __m512 x) {
@@ -71,7 +74,8 @@ void rollmill_norm(
 static inline __m512 exp_of(__m512 x) {
     /* The second operand is returned for what is no number. */
     x = _mm512_min_ps(_mm512_set1_ps(104.0f), _mm512_max_ps(_mm512_set1_ps(-105.0f), x));
-    __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504088896341f)), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    __m512 n = _mm512_mul_ps(x, _mm512_set1_ps(1.44269504088896341f));
+    n = _mm512_roundscale_ps(n, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
     x = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), x);
     x = _mm512_fnmadd_ps(n, _mm512_set1_ps(-2.12194440e-4f), x);
     __m512 y = _mm512_set1_ps(1.9875691500e-4f);
@@ -141,8 +145,9 @@ void rollmill_block_sums(
 
 /* ---- keys and values into blocks */
 
-/* Row `rows[w]` (`w` itself without) of keys and values, `head` and `token` bytes apart, goes to place offsets[w] of block
- * blocks[w] of pools [blocks][kv_heads][size][dim], `block` bytes from one block to the next; `bytes` are those of `dim` numbers. */
+/* Token rows[w] (`w` itself without) of keys and values, whose heads and tokens lie `head` and `token` bytes apart, goes
+ * to place offsets[w] of block blocks[w] of pools [blocks][kv_heads][size][dim]. From one block to the next are `block`
+ * bytes; `bytes` are those of `dim` numbers. */
 void rollmill_write(
     const char *keys, long key_head, long key_token, const char *values, long value_head, long value_token,
     const int64_t *rows, const int64_t *blocks, const int64_t *offsets, char *key_pool, char *value_pool, long block,
