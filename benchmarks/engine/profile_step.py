@@ -3,9 +3,9 @@
     python benchmarks/engine/profile_step.py                   # one minute on a quiet core; merges into profile.json
     python benchmarks/engine/profile_step.py --rows 32 --kernels auto --dtype bfloat16 --group 1
 
-One thread, groups of 8 (`--group`) with prompts of 48 tokens, a few tokens into the answer. The rate is measured without a
-profiler, the engines taking turns, in CPU-seconds; the parts with torch's profiler, which counts wall time: read them
-as shares, on a quiet machine.
+One thread, groups of 8 (`--group`) with prompts of 48 tokens, a few tokens into the answer. The rate is measured
+without a profiler, the engines taking turns, in CPU-seconds; the parts with torch's profiler, which counts wall time:
+read them as shares, on a quiet machine.
 """
 
 from __future__ import annotations
