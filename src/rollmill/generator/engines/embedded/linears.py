@@ -59,7 +59,7 @@ class Packing(Protocol):
         ...
 
     def product(self, rows: torch.Tensor, weight: Buffers, *, outputs: int) -> torch.Tensor:
-        """Return [m, outputs] for [m, inputs]."""
+        """Return [..., outputs] for [..., inputs], contiguous."""
         ...
 
 
@@ -175,11 +175,15 @@ class PackedLinear:
         self._packing.pack(rounded, into, threads=threads)
 
     def _forward(self, input: torch.Tensor) -> torch.Tensor:
-        rows = input.reshape(-1, self._inputs).to(self._packing.dtype).contiguous()
-        out = self._packing.product(rows, self._packed, outputs=self._outputs).to(self._dtype)
+        wanted = self._packing.dtype
+        # Questions cost less than operators that change nothing, and there are seven of these products in a layer.
+        rows = (input if input.dtype is wanted else input.to(wanted)).contiguous()
+        out = self._packing.product(rows, self._packed, outputs=self._outputs)
+        if wanted is not self._dtype:
+            out = out.to(self._dtype)
         if self._bias is not None:
             out += self._bias
-        return out.view(*input.shape[:-1], self._outputs)
+        return out
 
 
 class Destination:

@@ -93,9 +93,8 @@ class Kernels:
         self._pack(weight.data_ptr(), packed.data_ptr(), outputs, inputs, threads or torch.get_num_threads())
 
     def linear(self, rows: torch.Tensor, packed: torch.Tensor, *, outputs: int) -> torch.Tensor:
-        """Return `rows @ weight.T`, float32 [m, outputs], for `rows`, float32 [m, inputs]."""
-        m, inputs = rows.shape
-        out = torch.empty(m, outputs, dtype=torch.float32)
+        """Return `rows @ weight.T`, float32 [..., outputs], for `rows`, float32 [..., inputs]."""
+        out, m, inputs = _results(rows, outputs)
         self._linear(rows.data_ptr(), packed.data_ptr(), out.data_ptr(), m, outputs, inputs, torch.get_num_threads())
         return out
 
@@ -109,10 +108,9 @@ class Kernels:
         self.pack(pairs, packed, threads=threads)
 
     def linear_bfloat16(self, rows: torch.Tensor, packed: torch.Tensor, *, outputs: int) -> torch.Tensor:
-        """Return `rows @ weight.T`, bfloat16 [m, outputs], for `rows`, bfloat16 [m, inputs]; sums are float32."""
+        """Return `rows @ weight.T`, bfloat16 [..., outputs], for `rows`, bfloat16 [..., inputs]; sums are float32."""
         rows = _even(rows)
-        m, inputs = rows.shape
-        out = torch.empty(m, outputs, dtype=torch.bfloat16)
+        out, m, inputs = _results(rows, outputs)
         threads = torch.get_num_threads()
         self._linear_bf16(rows.data_ptr(), packed.data_ptr(), out.data_ptr(), m, outputs, inputs, threads)
         return out
@@ -133,9 +131,8 @@ class Kernels:
     def linear_int8(
         self, rows: torch.Tensor, packed: torch.Tensor, factors: torch.Tensor, *, outputs: int
     ) -> torch.Tensor:
-        """Return `rows @ weight.T`, float32 [m, outputs], for `rows`, float32 [m, inputs], and a rounded weight."""
-        m, inputs = rows.shape
-        out = torch.empty(m, outputs, dtype=torch.float32)
+        """Return `rows @ weight.T`, float32 [..., outputs], for `rows`, float32 [..., inputs], and a rounded weight."""
+        out, m, inputs = _results(rows, outputs)
         addresses = (tensor.data_ptr() for tensor in (rows, packed, factors, out))
         self._linear_int8(*addresses, m, outputs, inputs, torch.get_num_threads())
         return out
@@ -275,9 +272,15 @@ class Kernels:
         return -(-outputs // self._columns) * self._columns
 
 
-def _even(matrix: torch.Tensor) -> torch.Tensor:
-    """Return the matrix with an even number of columns, zero in one that is added."""
-    return torch.nn.functional.pad(matrix, (0, 1)) if matrix.shape[1] % 2 else matrix
+def _results(rows: torch.Tensor, outputs: int) -> tuple[torch.Tensor, int, int]:
+    """Return room for the results of a product, how many rows there are, and of how many inputs."""
+    inputs = rows.shape[-1]
+    return torch.empty((*rows.shape[:-1], outputs), dtype=rows.dtype), rows.numel() // inputs, inputs
+
+
+def _even(rows: torch.Tensor) -> torch.Tensor:
+    """Return rows of an even number of columns, zero in one that is added."""
+    return torch.nn.functional.pad(rows, (0, 1)) if rows.shape[-1] % 2 else rows
 
 
 class KernelsUnavailable(ModelError):
@@ -337,7 +340,7 @@ def load_variant(variant: str) -> Kernels:
 def _unavailable(reason: str) -> KernelsUnavailable:
     return KernelsUnavailable(
         f"the compiled kernels of the embedded engine cannot be used: {reason}. Set generator.kernels to 'auto' or "
-        "'torch' to serve without them, at about two thirds of the speed"
+        "'torch' to serve without them, at half to two thirds of the speed"
     )
 
 
