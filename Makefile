@@ -90,7 +90,7 @@ test-ci: $(VENV)/.dev ## Run the main job for real, lose its processes, and hold
 test-vllm: $(VENV)/.dev ## Hold a real vLLM to the contract of all engines (3.5 GB for its environment the first time)
 	$(BIN)/rollmill engine install vllm
 	$(BIN)/python -m pytest -m "slow and not gpu" -k vllm tests/contract/test_engine_contract.py \
-	  tests/contract/test_adapter_contract.py tests/integration/test_vllm_real.py \
+	  tests/contract/test_adapter_contract.py tests/integration/test_vllm_real.py tests/integration/test_serve_process.py \
 	  tests/integration/test_vllm_arguments_real.py tests/integration/test_vllm_nccl_real.py $(ARGS)
 
 test-gvisor: $(VENV)/.dev ## Hold gVisor's sandboxes to the contract and the attacks (builds its runtime the first time)

@@ -34,6 +34,8 @@ from rollmill.types import Adapter, SamplingParams, StopReason, Turn
 from rollmill.weights.prepare import prepare
 from rollmill.weights.repository import LocalModelRepository
 from service_builders import until_running
+from vllm_server import SHAPE as VLLM_SHAPE
+from vllm_server import why_not as why_no_vllm
 
 pytestmark = pytest.mark.integration
 
@@ -59,14 +61,14 @@ class Process:
 
 
 @contextlib.asynccontextmanager
-async def serving(*arguments: str) -> AsyncIterator[Process]:
+async def serving(*arguments: str, within_s: float = 90) -> AsyncIterator[Process]:
     command = [sys.executable, "-m", "rollmill.cli", "serve", *arguments, "--json"]
     process = await asyncio.create_subprocess_exec(
         *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
     )
     try:
         assert process.stdout is not None
-        async with asyncio.timeout(90):
+        async with asyncio.timeout(within_s):
             lines = [line.decode() async for line in _document(process.stdout)]
         assert lines, (await process.communicate())[1].decode()
         said = json.loads("".join(lines))
@@ -235,6 +237,23 @@ def _servable(folder: Path, model: Any) -> Path:
     return folder
 
 
+def _publish(run: Path, *, base: Any, pairs: dict[str, Any]) -> tuple[int, Adapter]:
+    """Publish an adapter as a run does, and return its version."""
+    repository = LocalModelRepository(run / "weights", transport="file")
+    settings = Adapter(base_digest=repository.put_base(tensors_of(base)), rank=2, alpha=3.0)
+    manifest = repository.publish(
+        pairs,
+        optimizer_step=0,
+        parent=None,
+        history_id="h",
+        training_dtype="float32",
+        canary=canary_for(merged_model(base, pairs, settings=settings)),
+        at_s=0.0,
+        adapter=settings,
+    )
+    return manifest.policy_version, settings
+
+
 @pytest.mark.slow
 async def test_a_replica_serves_the_adapters_of_two_runs_and_leaves_no_kv_on_the_disk_when_it_is_killed(tmp_path):
     base = random_model(llama(vocab_size=128), seed=1)
@@ -242,18 +261,8 @@ async def test_a_replica_serves_the_adapters_of_two_runs_and_leaves_no_kv_on_the
     settings: dict[str, Adapter] = {}
 
     def publish(run: str, seed: int) -> int:
-        repository = LocalModelRepository(tmp_path / run / "weights", transport="file")
-        settings[run] = Adapter(base_digest=repository.put_base(tensors_of(base)), rank=2, alpha=3.0)
-        return repository.publish(
-            pairs[seed],
-            optimizer_step=0,
-            parent=None,
-            history_id="h",
-            training_dtype="float32",
-            canary=canary_for(merged_model(base, pairs[seed], settings=settings[run])),
-            at_s=0.0,
-            adapter=settings[run],
-        ).policy_version
+        version, settings[run] = _publish(tmp_path / run, base=base, pairs=pairs[seed])
+        return version
 
     publish("maths", 11)
     publish("tools", 12)
@@ -295,4 +304,42 @@ async def test_a_replica_serves_the_adapters_of_two_runs_and_leaves_no_kv_on_the
     assert list((tmp_path / "kv").iterdir()) == []
     for (name, seed), got in turns.items():
         model = merged_model(base, pairs[seed], settings=settings[name]) if name else base
+        np.testing.assert_allclose(got.behavior_logprobs, reference_logprobs(model, got, SamplingParams()), atol=3e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+async def test_vllm_serves_the_adapters_of_two_runs_and_takes_a_new_version_of_one(tmp_path):
+    if (reason := why_no_vllm()) is not None:
+        pytest.skip(reason)
+    base = random_model(llama(**{**VLLM_SHAPE, "vocab_size": 128}), seed=1)
+    pairs = {seed: adapter_for(base, seed=seed) for seed in (11, 12, 13)}
+    _, settings = _publish(tmp_path / "maths", base=base, pairs=pairs[11])
+    _publish(tmp_path / "tools", base=base, pairs=pairs[12])
+    arguments = ["--model", str(_servable(tmp_path / "model", base)), "--engine", "vllm", "--no-http"]
+    arguments += ["--set", "generator.max_model_len=128", "--set", "generator.max_num_seqs=4"]
+    arguments += [part for run in ("maths", "tools") for part in ("--adapter", f"{run}={tmp_path / run}")]
+    turns: list[tuple[int, Turn]] = []
+    async with serving(*arguments, within_s=500) as process:
+        client = GeneratorClient(process.said["grpc"])
+
+        async def ask(adapter: str, seed: int) -> None:
+            asked = msgspec.structs.replace(request(f"{adapter}-{seed}", [1, 2, 3], seed=4), adapter=adapter)
+            turns.append((seed, await client.generate(asked)))
+
+        await asyncio.gather(ask("maths", 11), ask("tools", 12), ask("", 0))
+        assert _publish(tmp_path / "maths", base=base, pairs=pairs[13])[0] == 2
+        report = await client.load_weights(0, deadline_s=60, adapter="maths")
+        await asyncio.gather(ask("maths", 13), ask("tools", 12))
+        status = await client.status()
+        await client.close()
+        process.tell(signal.SIGTERM)
+        code, errors = await process.ended()
+    assert code == 0, errors
+    assert process.said["adapters"] == {"maths": 1, "tools": 1}
+    assert (report.policy_version, report.changed, report.pause_s) == (2, True, 0.0)
+    assert report.canary_difference is not None
+    assert {one.name: one.policy_version for one in status.adapters} == {"maths": 2, "tools": 1}
+    for seed, got in turns:
+        model = merged_model(base, pairs[seed], settings=settings) if seed else base
         np.testing.assert_allclose(got.behavior_logprobs, reference_logprobs(model, got, SamplingParams()), atol=3e-4)
