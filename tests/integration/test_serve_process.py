@@ -267,6 +267,7 @@ async def test_a_replica_serves_the_adapters_of_two_runs_and_leaves_no_kv_on_the
     publish("maths", 11)
     publish("tools", 12)
     chosen = {
+        "dtype": '"float32"',  # that of the canary, also where the CPU has bfloat16
         "max_model_len": "128",
         "kv_cache_memory_bytes": str(16 * 2048),  # 8 blocks, and as many for scores
         "host_kv_bytes": "1000000",
@@ -318,6 +319,7 @@ async def test_vllm_serves_the_adapters_of_two_runs_and_takes_a_new_version_of_o
     _publish(tmp_path / "tools", base=base, pairs=pairs[12])
     arguments = ["--model", str(_servable(tmp_path / "model", base)), "--engine", "vllm", "--no-http"]
     arguments += ["--set", "generator.max_model_len=128", "--set", "generator.max_num_seqs=4"]
+    arguments += ["--set", 'generator.dtype="float32"']
     arguments += [part for run in ("maths", "tools") for part in ("--adapter", f"{run}={tmp_path / run}")]
     turns: list[tuple[int, Turn]] = []
     async with serving(*arguments, within_s=500) as process:
