@@ -107,7 +107,6 @@ async def test_the_settings_name_the_draft_and_its_kv_and_weights_count(tmp_path
             policy_version=1,
             digest="d",
             clock=SystemClock(),
-            dtype="float32",
             settings=GeneratorSettings(**settings),
         )
         assert isinstance(engine, EmbeddedEngine)
