@@ -25,7 +25,7 @@ export GOMP_SPINCOUNT := 0
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: help train test test-all test-ci test-vllm test-gvisor test-qemu test-vendors test-sandboxes lint format types docs bench proto clean
+.PHONY: help train test test-all test-ci test-vllm test-gvisor test-qemu test-vendors test-sandboxes test-nightly lint format types docs bench proto clean
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -115,6 +115,13 @@ test-sandboxes: $(VENV)/.dev ## Hold every sandbox backend to its whole contract
 	  tests/integration/test_sandbox_*.py tests/property/test_sandbox_*.py tests/unit/sandboxes \
 	  -k "not sandbox_gvisor and not sandbox_qemu and not sandbox_firecracker_contract and not sandbox_machine_crashes \
 	  and not sandbox_vendor and not adapters_swerex" $(ARGS)
+
+# Engines that would be missing are made first, so that nothing is left out for want of an environment.
+test-nightly: $(VENV)/.dev ## Run everything at full length: soaks of five minutes, 100 kills of sandboxes (hours)
+	$(BIN)/rollmill engine install vllm
+	$(BIN)/python tests/integration/sglang_rig/make.py
+	ROLLMILL_SOAK_S=300 $(MAKE) test-all ARGS="--kill-rounds 40 --sandbox-rounds 100 $(ARGS)"
+	$(MAKE) test-sandboxes ARGS="--sandbox-rounds 100 $(ARGS)"
 
 lint: $(VENV)/.dev ## Check format and style
 	$(BIN)/ruff format --check .
