@@ -115,4 +115,5 @@ def _report_text(report: LoadReport) -> str:
         return f"policy version {report.policy_version} was served already, digest {report.digest[:12]}"
     proof = "" if report.canary_difference is None else f", canary off by {report.canary_difference:.1e} nats"
     served = f"policy version {report.policy_version}, digest {report.digest[:12]}"
-    return f"{served}, paused {1e3 * report.pause_s:.0f} ms{proof}"
+    waited = f", {report.finish_s:.1f} s for requests in flight, {report.cut} cut" if report.finish_s else ""
+    return f"{served}, paused {1e3 * report.pause_s:.0f} ms{waited}{proof}"
