@@ -68,7 +68,7 @@ class SplitSettings(Section):
     """A split of prefill and decode."""
 
     model: str = knob("")
-    """Model directory, at the same path on every host, or a hub name that every host can fetch."""
+    """Model directory, at the same path on every host."""
     device: Literal["cuda", "cpu"] = knob("cuda")
     """What the servers run on. `cpu` is refused, with the reason."""
     python: str = knob("python")

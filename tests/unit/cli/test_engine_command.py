@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib.metadata import distributions
 
 from click.testing import CliRunner
 
@@ -33,3 +34,20 @@ def test_an_engine_that_has_no_environment_is_refused():
     refused = CliRunner().invoke(cli, ["engine", "install", "tgi"])
     assert refused.exit_code == 2
     assert "'tgi' is not 'vllm'" in refused.output
+
+
+def test_the_transport_is_written_where_other_servers_find_it_and_never_over_an_older_one(tmp_path):
+    folder = tmp_path / "plugin"
+    done = CliRunner().invoke(cli, ["engine", "plugin", str(folder), "--json"])
+    assert json.loads(done.output) == {"folder": str(folder)}
+    (found,) = [one for one in distributions(path=[str(folder)])]
+    (entry,) = found.entry_points
+    assert (entry.group, entry.name, entry.value) == (
+        "vllm.general_plugins",
+        "rollmill_file",
+        "rollmill_vllm_plugin:register",
+    )
+    assert (folder / "rollmill_vllm_plugin.py").exists()
+    again = CliRunner().invoke(cli, ["engine", "plugin", str(folder)])
+    assert again.exit_code != 0
+    assert "name a new folder" in again.output

@@ -44,6 +44,11 @@ def test_each_setting_has_its_flag(setting, given, flag, written):
     assert value(arguments(**{setting: given}), flag) == written
 
 
+def test_a_step_has_a_token_for_every_sequence_also_for_that_of_a_score():
+    flags = arguments(max_num_seqs=16, max_num_batched_tokens=16)
+    assert (value(flags, "--max-num-seqs"), value(flags, "--max-num-batched-tokens")) == ("17", "17")
+
+
 def test_switches_follow_their_settings():
     on = arguments(enable_expert_parallel=True)
     assert "--enable-expert-parallel" in on

@@ -132,7 +132,7 @@ def test_the_kv_capacity_is_memory_less_weights_and_activations():
         ({"prefill": {"block_size": 32}, "decode": {"block_size": 16}}, "block_size is 32 for prefill and 16"),
         ({"decode": {"tensor_parallel_size": 3}}, "3 does not divide the model's 32 attention heads"),
         ({"max_model_len": 200_000}, "longer than the model's 131072 positions"),
-        ({"decode": {"max_num_batched_tokens": 16, "max_num_seqs": 17}}, "less than one token for each"),
+        ({"decode": {"max_num_batched_tokens": 16, "max_num_seqs": 16}}, "less than one token for each"),
         ({"gpu_memory_gb": 23.0}, "prefill: of 20.7 GB per GPU (0.9 of 23) weights take 16.0 and activations 4"),
         ({"gpus_per_host": 1}, "host 127.0.0.1 would need 2 GPUs and has 1"),
         ({"decode": {"tensor_parallel_size": 16}}, "a decode server needs 16 GPUs"),

@@ -128,7 +128,8 @@ def vllm_arguments(
         "--uvicorn-log-level": "warning",
     }
     if settings.max_num_batched_tokens is not None:
-        valued["--max-num-batched-tokens"] = settings.max_num_batched_tokens
+        # The server refuses less than one token for each of its sequences.
+        valued["--max-num-batched-tokens"] = max(settings.max_num_batched_tokens, settings.max_num_seqs + SCORING_SEATS)
     if device == "cuda":
         valued["--gpu-memory-utilization"] = settings.gpu_memory_utilization
     else:

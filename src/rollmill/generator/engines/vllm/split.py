@@ -18,7 +18,7 @@ import msgspec
 from rollmill.config.disaggregation import DTYPE_BYTES, RoleSettings, SplitSettings
 from rollmill.config.schema import GeneratorSettings
 from rollmill.errors import ConfigError
-from rollmill.generator.engines.settings import vllm_arguments, vllm_environment
+from rollmill.generator.engines.settings import SCORING_SEATS, vllm_arguments, vllm_environment
 
 GB = 1e9
 MODULE = "vllm.entrypoints.openai.api_server"
@@ -157,10 +157,10 @@ def _rank_problems(settings: SplitSettings, *, model: SplitModel) -> Iterator[st
                 f"{name}.tensor_parallel_size {size} neither divides the model's {model.kv_heads} kv heads nor is a "
                 "multiple of them"
             )
-        if role.max_num_batched_tokens < role.max_num_seqs:
+        if role.max_num_batched_tokens < role.max_num_seqs + SCORING_SEATS:
             yield (
                 f"{name}.max_num_batched_tokens {role.max_num_batched_tokens} is less than one token for each of its "
-                f"max_num_seqs {role.max_num_seqs}"
+                f"max_num_seqs {role.max_num_seqs} and for {SCORING_SEATS} score"
             )
     if settings.max_model_len > model.max_positions:
         yield f"max_model_len {settings.max_model_len} is longer than the model's {model.max_positions} positions"
