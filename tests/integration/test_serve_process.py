@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import shutil
 import signal
 import sys
 import urllib.request
@@ -15,6 +16,8 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+import torch
+from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from generator_builders import (
     adapter_for,
@@ -86,6 +89,44 @@ async def _document(stream: asyncio.StreamReader) -> AsyncIterator[bytes]:
         yield line
         if line.rstrip() == b"}":
             return
+
+
+@pytest.mark.slow
+async def test_a_directory_with_a_reward_head_is_served_by_the_command(tmp_path):
+    small = prepare("tiny-llama").path
+    folder = tmp_path / "judge"
+    folder.mkdir()
+    for file in small.iterdir():  # its tokenizer and chat template
+        if file.suffix in (".json", ".jinja") and file.name != "config.json":
+            shutil.copy(file, folder)
+    config = AutoConfig.from_pretrained(small)
+    config.num_labels, config.pad_token_id = 2, None
+    torch.manual_seed(1)
+    model = AutoModelForSequenceClassification.from_config(config).float().eval()
+    model.save_pretrained(folder)
+    ids = list(range(3, 30))
+    with torch.inference_mode():
+        expected = model(input_ids=torch.tensor([ids])).logits[0].numpy()
+    async with serving("--model", str(folder), "--set", "generator.dtype=float32") as process:
+        client = GeneratorClient(process.said["grpc"])
+        reward = await client.reward(np.array(ids))
+        await client.close()
+        asked = urllib.request.Request(
+            f"{process.said['http']}/inference/v1/score",
+            json.dumps({"token_ids": ids, "what": "reward"}).encode(),
+            {"content-type": "application/json"},
+        )
+        reply = json.loads(await asyncio.to_thread(_body_of, asked))
+        process.tell(signal.SIGTERM)
+        status, errors = await process.ended()
+    assert (status, "Traceback" in errors) == (0, False)
+    np.testing.assert_allclose(reward.scores, expected, atol=1e-4)
+    np.testing.assert_allclose(reply["rewards"], expected, atol=1e-4)
+
+
+def _body_of(asked: urllib.request.Request) -> bytes:
+    with urllib.request.urlopen(asked, timeout=20) as reply:
+        return reply.read()
 
 
 async def test_a_model_is_served_as_version_1_by_id_and_by_message_until_sigterm_drains_it(tmp_path):

@@ -167,5 +167,5 @@ def _tokenizer(model: str | None) -> tuple[TextCodec | None, tuple[str, ...]]:
     from rollmill.environments.rendering import Renderer
     from rollmill.weights.prepare import prepare
 
-    path: Path = prepare(model).path
+    path: Path = prepare(model, serving=True).path
     return Renderer(path), tuple(dict.fromkeys((model, path.name, str(path))))
