@@ -57,12 +57,12 @@ def sample(
         return draw(shaped(logits, params=params), params=params, uniform=uniform)
     whole = np.array([p.temperature > 0 and not _is_filtered(p) for p in params])
     tokens, logprobs = np.zeros(len(params), dtype=np.int64), np.zeros(len(params), dtype=np.float32)
-    for rows in (np.flatnonzero(whole), np.flatnonzero(~whole)):
+    for rows, uncut in ((np.flatnonzero(whole), True), (np.flatnonzero(~whole), False)):
         if not len(rows):
             continue
         picked = logits if len(rows) == len(params) else logits[torch.from_numpy(rows)]
-        own = [params[row] for row in rows]
-        if whole[rows[0]]:
+        own = [params[row] for row in rows.tolist()]
+        if uncut:
             tokens[rows], logprobs[rows] = _draw_whole(picked, own, uniform[rows], kernels=kernels)
         else:
             tokens[rows], logprobs[rows] = draw(shaped(picked, params=own), params=own, uniform=uniform[rows])
