@@ -11,7 +11,7 @@ from typing import Any, TypeVar, cast
 import httpx2
 
 from rollmill.clock import Clock, SystemClock, VirtualClock
-from rollmill.config.schema import LimitSettings
+from rollmill.config.serving import LimitSettings
 from rollmill.generator.engines.fake import FakeEngine
 from rollmill.generator.http import serve_http
 from rollmill.generator.http.app import HttpApp

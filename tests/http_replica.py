@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import openai
 
 from generator_builders import MemoryRepository, embedded, llama, random_model
-from rollmill.config.schema import LimitSettings
+from rollmill.config.serving import LimitSettings
 from rollmill.environments.rendering import Renderer
 from rollmill.generator.http import serve_http
 from rollmill.generator.main import Addresses, serve

@@ -13,7 +13,8 @@ import psutil
 from generator_builders import MAX_LEN, llama, random_model, save_config, tensors_of
 from integration.sglang_rig import make as rig
 from rollmill.clock import SystemClock
-from rollmill.config.schema import GeneratorSettings, SglangSettings
+from rollmill.config.schema import GeneratorSettings
+from rollmill.config.serving import SglangSettings
 from rollmill.generator.engines.meter import SecondsMeter
 from rollmill.generator.engines.remote.engine import RemoteEngine
 from rollmill.generator.engines.remote.model import ServedModel

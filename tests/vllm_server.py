@@ -11,7 +11,8 @@ import psutil
 
 from generator_builders import MAX_LEN, VOCABULARY, llama, random_model, save_config, tensors_of
 from rollmill.clock import SystemClock
-from rollmill.config.schema import GeneratorSettings, VllmSettings
+from rollmill.config.schema import GeneratorSettings
+from rollmill.config.serving import VllmSettings
 from rollmill.errors import MissingExtraError
 from rollmill.generator.engines.meter import SecondsMeter
 from rollmill.generator.engines.remote.engine import RemoteEngine

@@ -8,7 +8,8 @@ import torch
 
 from generator_builders import canary_for, llama, random_model, save_config, tensors_of
 from rollmill.clock import SystemClock
-from rollmill.config.schema import GeneratorSettings, VllmSettings
+from rollmill.config.schema import GeneratorSettings
+from rollmill.config.serving import VllmSettings
 from rollmill.errors import MissingExtraError
 from rollmill.generator.engines.vllm.environment import device_of, find_python
 from rollmill.generator.engines.vllm.start import start_vllm

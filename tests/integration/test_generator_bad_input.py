@@ -13,7 +13,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from generator_builders import embedded, prompt_of, request
-from rollmill.config.schema import LimitSettings
+from rollmill.config.serving import LimitSettings
 from rollmill.errors import EngineDead, EngineError, NotServing, Overloaded, SlowReader
 from rollmill.generator.client import GeneratorClient, open_channel
 from rollmill.generator.proto import policy_inference_pb2 as pb

@@ -17,7 +17,7 @@ import httpx2
 import pytest
 
 from http_builders import MODEL, bound, chat, events_of, served
-from rollmill.config.schema import LimitSettings
+from rollmill.config.serving import LimitSettings
 from rollmill.errors import ConfigError
 from rollmill.generator.engines.fake import FakeLatency
 from rollmill.generator.http import HttpLimits, serve_http

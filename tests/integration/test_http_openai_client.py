@@ -14,7 +14,7 @@ import openai
 import pytest
 
 from http_replica import MODEL, QUESTION, replica, tokenizer_in
-from rollmill.config.schema import LimitSettings
+from rollmill.config.serving import LimitSettings
 from rollmill.generator.proto import policy_inference_pb2 as pb
 from rollmill.generator.proto import policy_inference_pb2_grpc as pb_grpc
 

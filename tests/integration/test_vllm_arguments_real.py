@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from rollmill.config.disaggregation import SplitSettings
-from rollmill.config.schema import GeneratorSettings, VllmSettings
+from rollmill.config.schema import GeneratorSettings
+from rollmill.config.serving import VllmSettings
 from rollmill.errors import MissingExtraError
 from rollmill.generator.engines.settings import KvShape, vllm_arguments, vllm_environment
 from rollmill.generator.engines.vllm.environment import find_python

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 
-from rollmill.config.schema import LimitSettings
+from rollmill.config.serving import LimitSettings
 from rollmill.errors import RollmillError, SlowReader
 from rollmill.generator.chunks import ChunkJoiner
 from rollmill.generator.proto import policy_inference_pb2 as pb

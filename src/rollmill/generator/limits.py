@@ -5,7 +5,7 @@ Whether prompt and parameters fit the model is the engine's to say; the limits h
 
 from __future__ import annotations
 
-from rollmill.config.schema import LimitSettings
+from rollmill.config.serving import LimitSettings
 from rollmill.errors import DataError, Overloaded
 from rollmill.generator.proto import policy_inference_pb2 as pb
 from rollmill.types import GenerateRequest, Turn

@@ -14,7 +14,8 @@ import msgspec
 from rollmill.clock import Clock, SystemClock
 from rollmill.config.engines import published_rounding
 from rollmill.config.precision import resolve_dtype
-from rollmill.config.schema import GeneratorSettings, LimitSettings
+from rollmill.config.schema import GeneratorSettings
+from rollmill.config.serving import LimitSettings
 from rollmill.cores import CoreBorrower
 from rollmill.errors import EngineDead, EngineError, MissingExtraError, ModelError
 from rollmill.generator.adapters import AdapterLoader, AdapterSource

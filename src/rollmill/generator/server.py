@@ -23,7 +23,7 @@ import numpy as np
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from rollmill.config.schema import LimitSettings
+from rollmill.config.serving import LimitSettings
 from rollmill.errors import ConfigError, DataError, InvariantViolation, RollmillError
 from rollmill.generator.event_stream import EventStream
 from rollmill.generator.interceptors import abort_with, interceptors

@@ -21,7 +21,7 @@ from typing import Protocol, TypeVar
 import msgspec
 import numpy as np
 
-from rollmill.config.schema import LimitSettings
+from rollmill.config.serving import LimitSettings
 from rollmill.errors import (
     DataError,
     EngineDead,

@@ -22,7 +22,7 @@ import msgspec
 
 from rollmill.clock import SystemClock
 from rollmill.config.router import RouterSettings
-from rollmill.config.schema import LimitSettings
+from rollmill.config.serving import LimitSettings
 from rollmill.generator.router.main import Face, RouterAddresses, serve_router
 from rollmill.generator.router.membership import Source
 from rollmill.generator.router.service import RouterService

@@ -24,7 +24,7 @@ from generator_builders import (
     tensors_of,
 )
 from rollmill.clock import SystemClock, VirtualClock
-from rollmill.config.schema import LimitSettings
+from rollmill.config.serving import LimitSettings
 from rollmill.errors import DeadlineExceeded, EngineError, ModelError, WeightError, WeightMismatch
 from rollmill.generator.adapters import AdapterLoader
 from rollmill.generator.engines.fake import FakeEngine

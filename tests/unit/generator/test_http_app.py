@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from http_builders import MODEL, TOY, Peer, chat, choices_of, events_of, in_world, says
-from rollmill.config.schema import LimitSettings
+from rollmill.config.serving import LimitSettings
 from rollmill.errors import MissingExtraError
 from rollmill.generator.engines.fake import FakeFaults, FakeLatency
 from rollmill.generator.http import HttpLimits, openapi, serve_http

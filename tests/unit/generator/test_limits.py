@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from rollmill.config.schema import LimitSettings
+from rollmill.config.serving import LimitSettings
 from rollmill.errors import DataError, Overloaded
 from rollmill.generator.limits import Places, check_limits
 from rollmill.types import GenerateRequest, SamplingParams, StopReason, Turn, TurnTimings

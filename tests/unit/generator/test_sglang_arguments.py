@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from rollmill.config.load import load_config
-from rollmill.config.schema import GeneratorSettings, SglangSettings
+from rollmill.config.schema import GeneratorSettings
+from rollmill.config.serving import SglangSettings
 from rollmill.errors import ConfigError, ModelError
 from rollmill.generator.engines.remote.model import ServedModel
 from rollmill.generator.engines.settings import KvShape

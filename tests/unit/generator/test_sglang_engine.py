@@ -15,7 +15,8 @@ import torch
 from generator_builders import MemoryRepository
 from replica_builders import started
 from rollmill.clock import SystemClock
-from rollmill.config.schema import GeneratorSettings, SglangSettings
+from rollmill.config.schema import GeneratorSettings
+from rollmill.config.serving import SglangSettings
 from rollmill.errors import DataError, DeadlineExceeded, EngineDead, EngineError, WeightError, WeightMismatch
 from rollmill.generator.engines.meter import SecondsMeter
 from rollmill.generator.engines.remote.model import ServedModel

@@ -16,7 +16,8 @@ import torch
 from safetensors.torch import load_file
 
 from rollmill.clock import SystemClock
-from rollmill.config.schema import GeneratorSettings, VllmSettings
+from rollmill.config.schema import GeneratorSettings
+from rollmill.config.serving import VllmSettings
 from rollmill.errors import EngineError, WeightError, WeightMismatch
 from rollmill.generator.engines.meter import SecondsMeter
 from rollmill.generator.engines.protocol import KvPolicy

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from rollmill.config.engines import OBEYED_BY
-from rollmill.config.schema import GeneratorSettings, VllmSettings
+from rollmill.config.schema import GeneratorSettings
+from rollmill.config.serving import VllmSettings
 from rollmill.errors import ConfigError, ModelError
 from rollmill.generator.engines.settings import KvShape, vllm_arguments, vllm_environment
 

@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from rollmill.clock import SystemClock
-from rollmill.config.schema import GeneratorSettings, VllmSettings
+from rollmill.config.schema import GeneratorSettings
+from rollmill.config.serving import VllmSettings
 from rollmill.errors import ConfigError, DeadlineExceeded, EngineDead, EngineError
 from rollmill.generator.engines.meter import SecondsMeter
 from rollmill.generator.engines.remote.engine import RemoteEngine

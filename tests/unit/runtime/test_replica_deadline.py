@@ -1,6 +1,7 @@
 """How long a replica may take until it serves."""
 
-from rollmill.config.schema import GeneratorSettings, RollmillConfig, VllmSettings
+from rollmill.config.schema import GeneratorSettings, RollmillConfig
+from rollmill.config.serving import VllmSettings
 from rollmill.runtime.replica_watch import REPLICA_DEADLINE_S, replica_deadline_s
 
 

@@ -24,7 +24,7 @@ from starlette.routing import Route
 
 import rollmill
 from rollmill.clock import Clock, SystemClock
-from rollmill.config.schema import LimitSettings
+from rollmill.config.serving import LimitSettings
 from rollmill.errors import NotServing, RollmillError
 from rollmill.generator.http.answers import Answer, ChatAnswer, CompletionAnswer, TokenAnswer
 from rollmill.generator.http.bodies import AbortBody, ChatRequest, CompletionRequest, ScoreBody, TokenRequest, decode

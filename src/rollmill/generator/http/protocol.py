@@ -11,7 +11,7 @@ from typing import Protocol
 import msgspec
 import numpy as np
 
-from rollmill.config.schema import LimitSettings
+from rollmill.config.serving import LimitSettings
 from rollmill.errors import RollmillError
 from rollmill.generator.engines.protocol import Reward
 from rollmill.generator.service import Listener, TextCodec

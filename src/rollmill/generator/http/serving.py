@@ -17,7 +17,7 @@ import ssl
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from rollmill.config.schema import LimitSettings
+from rollmill.config.serving import LimitSettings
 from rollmill.errors import ConfigError, MissingExtraError
 from rollmill.generator.http.protocol import HttpLimits, Inference, Metrics
 from rollmill.generator.security import TlsFiles, address_of

@@ -21,7 +21,7 @@ from contextlib import aclosing, contextmanager
 import msgspec
 
 from rollmill.clock import Clock
-from rollmill.config.schema import LimitSettings
+from rollmill.config.serving import LimitSettings
 from rollmill.errors import (
     DataError,
     DeadlineExceeded,

@@ -12,7 +12,7 @@ import numpy as np
 
 from rollmill.clock import Clock
 from rollmill.config.router import RouterSettings
-from rollmill.config.schema import LimitSettings
+from rollmill.config.serving import LimitSettings
 from rollmill.errors import DataError, ModelError, NotServing, RollmillError
 from rollmill.generator.engines.protocol import Reward
 from rollmill.generator.limits import check_limits

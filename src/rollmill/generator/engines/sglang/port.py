@@ -22,7 +22,7 @@ from typing import Protocol
 import httpx2 as httpx
 import numpy as np
 
-from rollmill.config.schema import SglangSettings
+from rollmill.config.serving import SglangSettings
 from rollmill.errors import DataError, EngineDead, EngineError, WeightError
 from rollmill.generator.engines.protocol import KvPolicy
 from rollmill.generator.engines.remote.calls import Calls, Refused

@@ -21,7 +21,7 @@ import httpx2 as httpx
 import msgspec
 import numpy as np
 
-from rollmill.config.schema import VllmSettings
+from rollmill.config.serving import VllmSettings
 from rollmill.errors import DataError, EngineDead, EngineError
 from rollmill.generator.engines.protocol import KvPolicy
 from rollmill.generator.engines.remote.calls import Calls, Refused
