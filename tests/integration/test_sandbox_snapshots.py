@@ -21,7 +21,15 @@ import msgspec
 import pytest
 
 from image_builders import add, new_store, small_root
-from rollmill.errors import ConfigError, ImageError, SandboxBusy, SandboxDead, SandboxError, SandboxRetryable
+from rollmill.errors import (
+    ConfigError,
+    ImageError,
+    SandboxBusy,
+    SandboxDead,
+    SandboxError,
+    SandboxExhausted,
+    SandboxRetryable,
+)
 from rollmill.sandboxes import (
     DeathReason,
     DirectoryImage,
@@ -616,7 +624,7 @@ def test_a_snapshot_whose_file_cannot_be_written_is_in_no_list_and_holds_nothing
             await sandbox.write("/workspace/kept", b"x")
             with monkeypatch.context() as broken:
                 broken.setattr(SnapshotDisk, "write", refuse_to_write)
-                with pytest.raises(OSError, match="No space left"):
+                with pytest.raises(SandboxExhausted, match="No space left"):
                     await sandbox.snapshot(id="mine")
             assert await provider.snapshots() == ()
             assert await sandbox.read("/workspace/kept") == b"x"  # it goes on

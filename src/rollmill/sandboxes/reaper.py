@@ -19,7 +19,7 @@ import platform
 import stat
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
@@ -77,6 +77,22 @@ class ReaperStatistics(Record, frozen=True, kw_only=True):
     failures: int = 0
     stubborn: int = 0
     last_failure: str = ""
+
+
+def total(statistics: Iterable[ReaperStatistics]) -> ReaperStatistics:
+    """Return what several reapers did together.
+
+    Example:
+        >>> total([ReaperStatistics(waiting=2, entries=5), ReaperStatistics(waiting=1, last_failure="busy")])
+        ReaperStatistics(waiting=3, discarded=0, entries=5, failures=0, stubborn=0, last_failure='busy')
+    """
+    found = list(statistics)
+    counts = {
+        name: sum(getattr(one, name) for one in found)
+        for name in ReaperStatistics.__struct_fields__
+        if name != "last_failure"
+    }
+    return ReaperStatistics(**counts, last_failure=next((one.last_failure for one in found if one.last_failure), ""))
 
 
 def pause_s(entries: int, *, began_s: float, now_s: float, entries_per_s: float) -> float:

@@ -11,7 +11,7 @@ import pytest
 
 from image_builders import add_tars, file, new_store, tar
 from rollmill.errors import ImageError
-from rollmill.sandboxes.images import ImageStore
+from rollmill.sandboxes.images import ImageStore, ImageStoreSettings
 from rollmill.sandboxes.images.uses import ImageUses
 
 ONE, TWO = tar(file("one")), tar(file("two"))
@@ -131,3 +131,43 @@ def test_an_unknown_image_is_refused_each_time_until_it_is_there(store, run):
         await uses.acquire("a", user="s")
 
     run(body)
+
+
+def test_a_claim_for_what_is_on_a_disk_needs_no_process_and_goes_with_what_it_is_for(store):
+    image = add_tars(store, ONE, name="a")
+
+    async def first() -> None:
+        uses = ImageUses(store.settings, what="test")
+        await uses.pin(image.digest, holder="5eed", name="kept", what="snapshot kept")
+        await uses.pin(image.digest, holder="5eed", name="kept", what="snapshot kept")  # again: the same claim
+        await uses.pin(image.digest, holder="5eed", name="lost", what="snapshot lost")
+        await uses.pin(image.digest, holder="0ther", name="other", what="snapshot other")
+        with pytest.raises(ImageError, match="is not in the store"):
+            await uses.pin("sha256:" + "0" * 64, holder="5eed", name="none", what="snapshot none")
+        await uses.close()
+
+    async def second() -> None:
+        uses = ImageUses(store.settings, what="test")
+        assert await uses.unpin_all_but(["kept", "never"], holder="5eed") == ("lost",)
+        await uses.unpin(holder="0ther", name="other")
+        assert store.collect(budget_bytes=0).images == ()
+        assert store.show("a").held_by == ("snapshot kept",)
+        await uses.unpin(holder="5eed", name="kept")
+        await uses.unpin(holder="5eed", name="kept")
+        await uses.close()
+
+    asyncio.run(first())
+    assert claims(store) == 3
+    asyncio.run(second())
+    assert store.collect(budget_bytes=0).images == (image.digest,)
+
+
+def test_letting_go_makes_no_store_where_there_is_none(tmp_path):
+    async def main() -> None:
+        uses = ImageUses(ImageStoreSettings(directory=tmp_path / "none"), what="test")
+        await uses.unpin(holder="5eed", name="kept")
+        assert await uses.unpin_all_but([], holder="5eed") == ()
+        await uses.close()
+
+    asyncio.run(main())
+    assert not (tmp_path / "none").exists()

@@ -1,4 +1,4 @@
-"""Claims on images and layers, as files: they end with their owner, or at their time."""
+"""Claims on images and layers, as files: they end with their owner, at their time, or with what they are for."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ import msgspec
 from rollmill.sandboxes.disk_records import ProcessMark
 from rollmill.sandboxes.images.records import HoldRecord
 from rollmill.sandboxes.images.tree_files import write_whole
+
+_PIN = "pin-"
 
 
 class Hold:
@@ -70,6 +72,32 @@ class Holds:
         path = self._directory / f"{os.getpid()}-{os.urandom(6).hex()}.json"
         return Hold(path, record, durable=until_wall_s is not None)
 
+    def pin(self, image: str, *, holder: str, name: str, what: str) -> None:
+        """Make a claim that only `unpin` ends; on disk when this returns.
+
+        Args:
+            image: digest.
+            holder: what stands on it: letters and digits, the same in every process.
+            name: which of the holder's things does.
+            what: both in words.
+        """
+        record = HoldRecord(what=what, images=(image,), pinned_by=holder)
+        path = self._pin(holder, name)
+        if not _is(path, record):
+            Hold(path, record, durable=True)
+
+    def unpin(self, holder: str, name: str) -> None:
+        """End such a claim; to be called once or more."""
+        self._pin(holder, name).unlink(missing_ok=True)
+
+    def pinned(self, holder: str) -> frozenset[str]:
+        """Return the names of what a holder has claims for."""
+        start = f"{_PIN}{holder}-"
+        return frozenset(path.name[len(start) : -len(".json")] for path in self._directory.glob(f"{start}*.json"))
+
+    def _pin(self, holder: str, name: str) -> Path:
+        return self._directory / f"{_PIN}{holder}-{name}.json"
+
     def standing(self, *, now_wall_s: float, tidy: bool) -> tuple[HoldRecord, ...]:
         """Return the claims that count.
 
@@ -94,3 +122,10 @@ class Holds:
             elif tidy:
                 path.unlink(missing_ok=True)
         return tuple(found)
+
+
+def _is(path: Path, record: HoldRecord) -> bool:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=HoldRecord) == record
+    except (FileNotFoundError, msgspec.MsgspecError):
+        return False

@@ -75,12 +75,20 @@ class Layout:
         try:
             told = msgspec.json.decode(path.read_bytes(), type=StoreFormat)
         except FileNotFoundError:
-            write_whole(path, msgspec.json.encode(StoreFormat(FORMAT)), durable=False)
+            self._write_format(path)
             return
         except msgspec.MsgspecError as error:
             raise ConfigError(f"{path} cannot be read: {error}. Is {self.directory} an image store?") from error
         if told.format != FORMAT:
             raise ConfigError(f"{self.directory} has format {told.format}, this version reads {FORMAT}; name another")
+
+    def _write_format(self, path: Path) -> None:
+        try:
+            write_whole(path, msgspec.json.encode(StoreFormat(FORMAT)), durable=False)
+        except OSError as error:
+            raise ConfigError(
+                f"images cannot be kept in {self.directory}: {error}. Make room, or name another directory."
+            ) from error
 
     # -- where things are --------------------------------------------------------------------------------------------
 

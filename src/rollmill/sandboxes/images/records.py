@@ -129,6 +129,8 @@ class HoldRecord(Record, frozen=True, kw_only=True):
         layers: ids of layers.
         owner: process that holds them; the claim ends with it.
         until_wall_s: when the claim ends otherwise; with an owner as well, the later of both counts.
+        pinned_by: what on a disk stands on these, such as a directory of snapshots; until that lets go, no end of a
+            process and no time ends the claim.
     """
 
     what: str
@@ -136,10 +138,11 @@ class HoldRecord(Record, frozen=True, kw_only=True):
     layers: tuple[str, ...] = ()
     owner: ProcessMark | None = None
     until_wall_s: float | None = None
+    pinned_by: str = ""
 
     def stands(self, *, now_wall_s: float) -> bool:
         """Return whether it still counts."""
-        if self.until_wall_s is not None and now_wall_s < self.until_wall_s:
+        if self.pinned_by or (self.until_wall_s is not None and now_wall_s < self.until_wall_s):
             return True
         return self.owner is not None and is_alive(self.owner)
 

@@ -389,6 +389,24 @@ class ImageStore:
             mounted=any(one.form == "erofs" for one in layers),
         )
 
+    def pin(self, digest: str, *, holder: str, name: str, what: str) -> None:
+        """Hold an image for what stands on it on a disk, such as a snapshot, whatever becomes of this process.
+
+        Args:
+            digest: of its manifest.
+            holder: who; see `Holds.pin`. `Holds.unpin` lets go.
+            name: which of the holder's things.
+            what: both in words.
+
+        Raises:
+            ImageError: if there is none, or if it is damaged.
+            SandboxError: if the disk is full.
+        """
+        with self.explained(f"hold {digest}"), self._adding():
+            _, manifest = self.resolve(digest)
+            self._read_layers(digest, manifest)
+            self._holds.pin(digest, holder=holder, name=name, what=what)
+
     def _renew(self, hold: Hold, until_wall_s: float) -> None:
         with self._adding():
             if not hold.path.exists():

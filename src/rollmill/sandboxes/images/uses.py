@@ -1,6 +1,7 @@
 """Images that the sandboxes of one process use: one claim for each image, as long as anything uses it.
 
-A start pays two looks at small files when the image is in use already, and one claim when it is not.
+A start pays two looks at small files when the image is in use already, and one claim when it is not. What outlives the
+process, such as a snapshot on a disk, has a claim of its own that does so too.
 """
 
 from __future__ import annotations
@@ -8,12 +9,15 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
+from collections.abc import Collection
 
 import msgspec
 
+from rollmill.sandboxes.images.holds import Holds
 from rollmill.sandboxes.images.records import ImageConfig, is_digest
 from rollmill.sandboxes.images.settings import ImageStoreSettings
 from rollmill.sandboxes.images.store import HeldImage, ImageStore
+from rollmill.sandboxes.reaper import ReaperStatistics
 
 
 class ImageInUse(msgspec.Struct, frozen=True, kw_only=True):
@@ -150,6 +154,11 @@ class ImageUses:
         held = self._held[digest]
         return ImageInUse(digest=digest, layers=tuple(map(os.fspath, held.layers)), config=held.config)
 
+    def trash(self) -> tuple[ReaperStatistics, ...]:
+        """Return what was deleted of removed images; nothing while no store is open."""
+        reaper = None if self._store is None else self._store.layout.reaper
+        return () if reaper is None else (reaper.statistics(),)
+
     def in_use(self, user: str) -> ImageInUse | None:
         """Return what somebody uses."""
         digest = self._digest_of.get(user)
@@ -160,6 +169,29 @@ class ImageUses:
         digest = self._digest_of.get(user)
         if digest is not None:
             self._use(digest, to)
+
+    async def pin(self, digest: str, *, holder: str, name: str, what: str) -> None:
+        """Hold an image beyond this process; see `ImageStore.pin`."""
+        await asyncio.to_thread(lambda: self._open().pin(digest, holder=holder, name=name, what=what))
+
+    async def unpin(self, *, holder: str, name: str) -> None:
+        """Let go of what `pin` holds; nothing if it holds nothing."""
+        await asyncio.to_thread(self._pins().unpin, holder, name)
+
+    async def unpin_all_but(self, names: Collection[str], *, holder: str) -> tuple[str, ...]:
+        """Let go of what a killed process held for a thing that never came to be, or is gone; return their names."""
+        return await asyncio.to_thread(self._unpin_all_but, names, holder)
+
+    def _unpin_all_but(self, names: Collection[str], holder: str) -> tuple[str, ...]:
+        pins = self._pins()
+        left = tuple(sorted(pins.pinned(holder) - set(names)))
+        for name in left:
+            pins.unpin(holder, name)
+        return left
+
+    def _pins(self) -> Holds:
+        """Return the claims as files: letting go of one needs no store to be opened, or to be there."""
+        return Holds(self._settings.place() / "holds")
 
     def release(self, user: str) -> None:
         """End a use; one that is none counts as ended."""

@@ -44,6 +44,7 @@ from rollmill.sandboxes.guest.cgroups import Groups
 from rollmill.sandboxes.images.uses import ImageUses
 from rollmill.sandboxes.isolation import known, require
 from rollmill.sandboxes.lifecycle import death, explain_end
+from rollmill.sandboxes.reaper import ReaperStatistics, total
 from rollmill.sandboxes.records import (
     Capabilities,
     Death,
@@ -100,7 +101,11 @@ class NamespaceProvider(OwnSandboxes[NamespaceSandbox], SnapshotCalls):
         if self._observer is not None:
             self._observer.swept(removed=len(report.removed), left=len(report.left))
         await self._running_zygote()
-        await self._hold_images()
+        try:
+            await self._hold_images()
+        except BaseException:
+            await self.close()
+            raise
         return self
 
     async def __aexit__(
@@ -190,6 +195,10 @@ class NamespaceProvider(OwnSandboxes[NamespaceSandbox], SnapshotCalls):
     def alive(self) -> tuple[NamespaceSandbox, ...]:
         """Return those that live, or are being started or ended."""
         return tuple(self._alive.values())
+
+    def trash(self) -> ReaperStatistics:
+        """Return what was deleted of images and snapshots, and what waits; looks at their directories."""
+        return total([*self._images.trash(), *self._snapshots.trash()])
 
     async def close(self) -> None:
         """End every sandbox, and the zygote."""

@@ -79,6 +79,11 @@ class NamespaceSettings(Record, frozen=True, kw_only=True):
         """Return where the records are."""
         return default_directory() if self.directory is None else self.directory
 
+    def disks(self) -> tuple[Path, ...]:
+        """Return directories on the disks that sandboxes, images and snapshots take room of."""
+        places = (self.records_directory(), self.images.place(), self.snapshot_directory)
+        return tuple(one for one in places if one is not None)
+
     def maps_ranges(self) -> bool:
         """Return whether sandboxes get ranges of ids: only root may map them. Others map their own id alone."""
         return os.geteuid() == 0

@@ -12,10 +12,10 @@ What is restored takes the fifth step alone.
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 
 from rollmill.errors import (
     ImageError,
@@ -37,6 +37,7 @@ from rollmill.sandboxes.images.uses import ImageUses
 from rollmill.sandboxes.lifecycle import dead_error, death
 from rollmill.sandboxes.records import DeathReason, Lease, SandboxSpec, SnapshotRef
 
+_log = logging.getLogger(__name__)
 BACKEND = "namespaces"
 _RETRY_AFTER_S = 1.0
 
@@ -99,8 +100,14 @@ class SnapshotCalls:
     async def delete_snapshots(self, ids: Sequence[str]) -> None:
         """Let go of these; one that is not known counts as deleted."""
         for one in ids:
-            self._images.release(_holder(one))
-            await self._snapshots.delete(one)
+            await asyncio.shield(asyncio.ensure_future(self._delete(one)))
+
+    async def _delete(self, snapshot_id: str) -> None:
+        """Let go of a snapshot, and only then of the image below it: no file ever leads to what is not there."""
+        await self._snapshots.delete(snapshot_id)
+        if self._snapshots.durable:
+            await self._images.unpin(holder=self._snapshots.identity, name=snapshot_id)
+        self._images.release(_holder(snapshot_id))
 
     # -- for a sandbox -------------------------------------------------------------------------------------------------
 
@@ -211,8 +218,7 @@ class SnapshotCalls:
     async def _keep(self, kept: Kept, new: Sequence[Layer]) -> None:
         """Take a snapshot into the books; one that cannot be kept whole is in no list."""
         try:
-            await self._snapshots.keep(kept, new)
-            await self._hold_image(kept)
+            await self._snapshots.keep(kept, new, before=self._hold_image)
         except BaseException:
             await asyncio.shield(asyncio.ensure_future(self.delete_snapshots([kept.ref.snapshot_id])))
             raise
@@ -271,14 +277,28 @@ class SnapshotCalls:
         )
 
     async def _hold_image(self, kept: Kept) -> None:
-        if kept.image_digest:
-            await self._images.acquire(kept.image_digest, user=_holder(kept.ref.snapshot_id))
+        """Hold the image below a snapshot, beyond this process if the snapshot goes beyond it."""
+        if not kept.image_digest:
+            return
+        name = kept.ref.snapshot_id
+        await self._images.acquire(kept.image_digest, user=_holder(name))
+        if kept.ref.durable:
+            what, holder = self._snapshots.words(name), self._snapshots.identity
+            await self._images.pin(kept.image_digest, holder=holder, name=name, what=what)
 
     async def _hold_images(self) -> None:
-        """Hold the images below snapshots that an earlier provider left on the disk."""
-        for kept in self._snapshots.book.snapshots():
-            with suppress(ImageError):  # whoever restores it is told
+        """Hold the images below snapshots that an earlier provider left on the disk, and no others for it any more."""
+        if not self._snapshots.durable:
+            return
+        found = self._snapshots.book.snapshots()
+        for kept in found:
+            try:
                 await self._hold_image(kept)
+            except ImageError as error:  # the others are of use without it
+                _log.warning("%s cannot be restored: %s", self._snapshots.words(kept.ref.snapshot_id), error)
+        names = {kept.ref.snapshot_id for kept in found}
+        if left := await self._images.unpin_all_but(names, holder=self._snapshots.identity):
+            _log.info("let go of the images of %d snapshots that are not there: %s", len(left), ", ".join(left))
 
     async def _go_on(self, sandbox: NamespaceSandbox, *, end: bool) -> None:
         """Start a first process in place of the one that ended; or let the sandbox end here."""

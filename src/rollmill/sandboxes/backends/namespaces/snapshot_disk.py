@@ -4,6 +4,7 @@
     layers/ID.part/      being copied; whoever opens the directory next discards it
     snapshots/ID.json    which layers a snapshot has; written last, removed first
     trash/               what the reaper deletes
+    identity             a random word: whose claims on images these snapshots have, wherever the directory is moved
 
 A crash at any moment leaves layers that no snapshot names. They are discarded when the directory is opened.
 """
@@ -12,6 +13,8 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
+import secrets
 from pathlib import Path
 
 import msgspec
@@ -20,10 +23,12 @@ from rollmill.errors import ConfigError, SandboxError
 from rollmill.sandboxes.backends.namespaces.settings import IDS_PER_SANDBOX, LARGEST_ID
 from rollmill.sandboxes.backends.namespaces.snapshot_book import Kept, Layer
 from rollmill.sandboxes.disk_records import check_id, check_private
-from rollmill.sandboxes.reaper import Reaper
+from rollmill.sandboxes.images.tree_files import write_whole
+from rollmill.sandboxes.reaper import Reaper, ReaperStatistics
 from rollmill.sandboxes.records import Record
 
 MOST_BASE = LARGEST_ID - IDS_PER_SANDBOX + 1
+_IDENTITY = re.compile("[0-9a-f]{16}")
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
 
@@ -39,6 +44,10 @@ class SnapshotDisk:
 
     Args:
         directory: made if missing, for this user alone.
+
+    Attributes:
+        directory: as given.
+        identity: the same for every process that opens it.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -57,13 +66,22 @@ class SnapshotDisk:
             raise ConfigError(
                 f"another provider keeps its snapshots in {directory}; each needs a directory of its own"
             ) from None
-        self._reaper = Reaper(directory / "trash")
+        try:
+            self.directory, self.identity = directory, _identity(directory / "identity")
+            self._reaper = Reaper(directory / "trash")
+        except BaseException:
+            os.close(self._lock)
+            raise
         self._reaper.start()
 
     def close(self) -> None:
         """Let another provider have the directory."""
         self._reaper.close()
         os.close(self._lock)
+
+    def trash(self) -> ReaperStatistics:
+        """Return what was deleted of layers that nobody has any more."""
+        return self._reaper.statistics()
 
     def read_all(self) -> tuple[Manifest, ...]:
         """Return the snapshots, the oldest first, and discard layers that none of them names.
@@ -80,6 +98,8 @@ class SnapshotDisk:
                     f"the snapshot {path} is damaged: {error}. Delete the file to give the snapshot up."
                 ) from error
         named = {layer.layer_id for one in found for layer in one.layers}
+        for path in self._manifests.glob(".*"):
+            path.unlink()  # half of a file: the lock is ours, so nobody writes it
         for path in self._layers.iterdir():
             if path.name not in named:
                 self._reaper.discard(path)
@@ -107,13 +127,7 @@ class SnapshotDisk:
     def write(self, manifest: Manifest) -> None:
         """Write a snapshot's file; after this the snapshot outlives this process."""
         path = self._manifests / f"{check_id(manifest.kept.ref.snapshot_id)}.json"
-        scratch = path.with_suffix(".tmp")
-        with open(scratch, "wb") as stream:
-            stream.write(msgspec.json.encode(manifest))
-            stream.flush()
-            os.fsync(stream.fileno())
-        scratch.replace(path)
-        _sync(self._manifests)
+        write_whole(path, msgspec.json.encode(manifest), durable=True)
 
     def remove(self, snapshot_id: str) -> None:
         """Remove a snapshot's file; its layers go when nobody has them."""
@@ -123,6 +137,20 @@ class SnapshotDisk:
     def discard(self, layer_id: str) -> None:
         """Let go of a layer. A sandbox that is above it must have ended."""
         self._reaper.discard(self._layers / layer_id)
+
+
+def _identity(path: Path) -> str:
+    try:
+        if not path.exists():
+            write_whole(path, secrets.token_hex(8).encode(), durable=True)
+        found = path.read_text(encoding="ascii", errors="replace")
+    except OSError as error:
+        raise ConfigError(
+            f"snapshots cannot be kept in {path.parent}: {error}. Make room, or name another directory."
+        ) from error
+    if not _IDENTITY.fullmatch(found):
+        raise ConfigError(f"{path} is damaged: {found[:40]!r} is no identity. Delete the file; another one is made.")
+    return found
 
 
 def _checked(manifest: Manifest) -> Manifest:

@@ -13,7 +13,7 @@ import asyncio
 import errno
 import itertools
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -22,6 +22,7 @@ from rollmill.errors import DeadlineExceeded, SandboxError, SandboxExhausted
 from rollmill.sandboxes.backends.namespaces.settings import NamespaceSettings
 from rollmill.sandboxes.backends.namespaces.snapshot_book import Kept, Layer, SnapshotBook
 from rollmill.sandboxes.backends.namespaces.snapshot_disk import Manifest, SnapshotDisk
+from rollmill.sandboxes.reaper import ReaperStatistics
 
 _MAKES = ("hold", "merge")  # layers in memory
 _LEAST_BYTES, _LEAST_INODES = 1024**2, 512
@@ -57,6 +58,19 @@ class Snapshots:
     def durable(self) -> bool:
         """Return whether snapshots outlive this process."""
         return self._disk is not None
+
+    @property
+    def identity(self) -> str:
+        """Return whose claims on images durable snapshots have, empty where there are none."""
+        return "" if self._disk is None else self._disk.identity
+
+    def trash(self) -> tuple[ReaperStatistics, ...]:
+        """Return what was deleted of the disk's layers."""
+        return () if self._disk is None else (self._disk.trash(),)
+
+    def words(self, snapshot_id: str) -> str:
+        """Return a snapshot in words, for those who wonder what holds an image."""
+        return f"snapshot {snapshot_id}" + ("" if self._disk is None else f" in {self._disk.directory}")
 
     def close(self) -> None:
         """Let go of the disk. What is in memory ends with the zygote."""
@@ -170,12 +184,27 @@ class Snapshots:
             self._doomed += [one.layer_id for one in layers if one.on_disk]
             self._doomed = [one for one in self._doomed if not _discarded(self._disk, one)]
 
-    async def keep(self, kept: Kept, layers: Sequence[Layer]) -> None:
-        """Take a snapshot into the book, and on the disk if it is to outlive this process."""
+    async def keep(self, kept: Kept, layers: Sequence[Layer], *, before: Callable[[Kept], Awaitable[None]]) -> None:
+        """Take a snapshot into the book, and on the disk if it is to outlive this process.
+
+        Args:
+            kept: the snapshot.
+            layers: those of its chain that are new.
+            before: holds what it stands on; done before its file says that it is there.
+
+        Raises:
+            SandboxError: if there is no room for its file.
+        """
         self.book.keep(kept, layers=layers)
+        await before(kept)
         if self._disk is not None and kept.ref.durable:
             manifest = Manifest(kept=kept, layers=tuple(self.book.layer(one) for one in kept.chain))
-            await asyncio.get_running_loop().run_in_executor(None, self._disk.write, manifest)
+            try:
+                await asyncio.get_running_loop().run_in_executor(None, self._disk.write, manifest)
+            except OSError as error:
+                raise _refused(
+                    error.errno or 0, f"the file of snapshot {kept.ref.snapshot_id} was not written: {error}"
+                ) from error
 
     async def delete(self, snapshot_id: str) -> None:
         """Let go of a snapshot."""
