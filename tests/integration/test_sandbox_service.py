@@ -283,6 +283,32 @@ def test_prometheus_is_answered_with_the_token_alone(service):
     one.kill()
 
 
+def test_the_disk_that_records_images_and_snapshots_take_room_of_is_watched(service, tmp_path):
+    found = os.statvfs(service.records)
+    until(lambda: 'rollmill_sandbox_node_free{resource="inodes"}' in page_of(service))
+    free = figure(service, 'rollmill_sandbox_node_free{resource="disk"}')
+    assert free <= found.f_bavail / found.f_blocks + 0.02  # others on this machine write too
+    with serving(tmp_path, "--least-free-disk", "0.9999") as short:
+        until(lambda: figure(short, "rollmill_sandbox_admitting") == 0)
+        assert figure(short, "rollmill_sandbox_starting_cap") == 0
+    with serving(tmp_path, "--least-free-disk", "0") as blind:
+        until(lambda: 'rollmill_sandbox_node_free{resource="memory"}' in page_of(blind))
+        assert 'rollmill_sandbox_node_free{resource="disk"}' not in page_of(blind)
+
+
+def test_what_was_deleted_of_snapshots_is_told(tmp_path):
+    with serving(tmp_path, "--snapshots", str(tmp_path / "snapshots")) as own:
+        assert figure(own, "rollmill_sandbox_trash_deleted_total") == 0
+        one = own.create()
+        one.files.write("kept", "as a file")
+        assert one.pause(mode="filesystem") is True
+        assert one.kill()
+        # the layer's directory and what it has: the root of what was written, directories down to the file, the file
+        until(lambda: figure(own, "rollmill_sandbox_trash_deleted_total") >= 4)
+        until(lambda: figure(own, "rollmill_sandbox_trash_entries") == 0)
+        assert figure(own, "rollmill_sandbox_trash_failures_total") == 0
+
+
 @pytest.mark.parametrize(
     ("call", "error", "says"),
     [
@@ -311,10 +337,13 @@ def test_one_more_than_the_node_takes_is_a_rate_limit(service, tmp_path):
 
 def figure(service: Service, name: str) -> float:
     """A figure of the page of metrics."""
+    return next(float(line.rsplit(" ", 1)[1]) for line in page_of(service).splitlines() if line.startswith(name))
+
+
+def page_of(service: Service) -> str:
     request = urllib.request.Request(f"{service.said['url']}/metrics", headers={"authorization": f"Bearer {TOKEN}"})
     with urllib.request.urlopen(request, timeout=30) as answer:
-        lines = answer.read().decode().splitlines()
-    return next(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name))
+        return answer.read().decode()
 
 
 def until_ready(service: Service, count: int) -> None:

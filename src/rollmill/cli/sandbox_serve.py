@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +21,8 @@ from rollmill.sandboxes.images import ImageStoreSettings
 from rollmill.sandboxes.isolation import parse_level
 
 if TYPE_CHECKING:
-    from rollmill.sandboxes.admission import SandboxPool
+    from rollmill.sandboxes.admission import PressureSettings, SandboxPool
+    from rollmill.sandboxes.admission.watching import Sample
     from rollmill.sandboxes.protocol import Provider
     from rollmill.sandboxes.service import Listen, ServiceSettings, Template
     from rollmill.sandboxes.service.router import FleetSettings
@@ -87,6 +88,14 @@ _DIRECTORY = click.option(
     help="End sandboxes that hold a bomb; without it their caps alone hold.",
 )
 @click.option(
+    "--least-free-disk",
+    type=click.FloatRange(min=0.0, max=1.0, max_open=True),
+    default=0.1,
+    show_default=True,
+    metavar="SHARE",
+    help="Start nothing while less of the bytes or inodes is left where records, images and snapshots are; 0: never.",
+)
+@click.option(
     "--without-internet",
     is_flag=True,
     help="Make sandboxes for callers who ask for the internet too; they have none. Older SDKs always ask.",
@@ -111,6 +120,7 @@ def serve_command(
     domain: str | None,
     minimum_isolation: str,
     watchdog: bool,
+    least_free_disk: float,
     without_internet: bool,
     snapshots: Path | None,
     store: Path | None,
@@ -155,6 +165,7 @@ def serve_command(
         templates=templates,
         watched=watchdog,
         max_starting=max_starting,
+        least_free_disk=least_free_disk,
         announce=announce,
     )
     try:
@@ -181,27 +192,48 @@ async def _serve(
     templates: Mapping[str, Template],
     watched: bool,
     max_starting: int,
+    least_free_disk: float,
     announce: Callable[[str], None],
 ) -> None:
     from rollmill.runtime.stopping import stop_on_signals
+    from rollmill.sandboxes.admission import NodePressure
     from rollmill.sandboxes.metrics import SandboxFigures, SandboxMetrics, count_states
     from rollmill.sandboxes.service import Node, serve_node
+    from rollmill.sandboxes.service.law import left_behind
+    from rollmill.sandboxes.service.moving import move_to_disk
     from rollmill.sandboxes.service.stock import PooledStock
     from rollmill.sandboxes.tally import SandboxTally
-    from rollmill.sandboxes.watchdog import GuardSettings, NodeGuard
+    from rollmill.sandboxes.watchdog import GuardSettings, NodeGuard, NodeReader
 
+    disks = backend.disks() if least_free_disk else ()
     tally = SandboxTally()
     ready = {one.spec(wall_s=settings.max_lifetime_s): one.ready for one in templates.values() if one.ready}
     async with contextlib.AsyncExitStack() as stack:
         stop = stack.enter_context(stop_on_signals())
         provider = await stack.enter_async_context(provider_of(backend, observer=tally))
         watchdog = await stack.enter_async_context(_watchdog(provider, backend)) if watched else None
-        pool = _pool(provider, settings=settings, ready=sum(ready.values()), max_starting=max_starting, tally=tally)
+
+        async def to_disk(count: int) -> int:
+            return await move_to_disk(node, count)
+
+        pool = _pool(
+            provider,
+            settings=settings,
+            ready=sum(ready.values()),
+            max_starting=max_starting,
+            tally=tally,
+            pressure=NodePressure(disks).sample,
+            on_pressure=_pressure_settings(least_free_disk),
+            to_disk=to_disk if _keeps_on_disk(backend) else None,
+        )
         await stack.enter_async_context(pool)
-        # Busy processors slow the pool's starts down; they are no reason to stop them.
-        guard = await stack.enter_async_context(NodeGuard(pool, settings=GuardSettings(cpu_some=1.0)))
+        if _keeps_on_disk(backend):  # the directory is this provider's alone, so whoever made these has ended
+            await provider.delete_snapshots(left_behind([one.snapshot_id for one in await provider.snapshots()]))
         stock = PooledStock(provider, pool, ready=ready)
         node = await stack.enter_async_context(Node(provider, settings=settings, templates=templates, stock=stock))
+        # Busy processors slow the pool's starts down; they are no reason to stop them.
+        bounds = GuardSettings(cpu_some=1.0, disk_free=least_free_disk, inodes_free=least_free_disk)
+        guard = await stack.enter_async_context(NodeGuard(pool, reader=NodeReader(disks), settings=bounds))
 
         async def metrics() -> bytes:
             figures = SandboxFigures(
@@ -210,28 +242,54 @@ async def _serve(
                 pool=pool.statistics(),
                 watchdog=None if watchdog is None else watchdog.statistics(),
                 guard=guard.statistics(),
+                reaper=await asyncio.to_thread(provider.trash),
             )
             return SandboxMetrics(lambda: figures).render()
 
         await serve_node(node, listen=where, stop=stop, on_bound=announce, metrics=metrics)
 
 
+def _keeps_on_disk(backend: Any) -> bool:
+    """Return whether snapshots go to a disk: those in memory would make little room for what is paused there."""
+    return getattr(backend, "snapshot_directory", None) is not None
+
+
+def _pressure_settings(least_free_disk: float) -> PressureSettings:
+    """Return how the pool slows down, with starts that become fewer a little before the guard stops them."""
+    from rollmill.sandboxes.admission import PressureSettings, Ramp
+
+    if not least_free_disk:
+        return PressureSettings()
+    ramp = Ramp(begin=1.2 * least_free_disk, end=0.5 * least_free_disk)
+    return PressureSettings(disk_free=ramp, inodes_free=ramp)
+
+
 def _pool(
-    provider: Provider, *, settings: ServiceSettings, ready: int, max_starting: int, tally: SandboxTally
+    provider: Provider,
+    *,
+    settings: ServiceSettings,
+    ready: int,
+    max_starting: int,
+    tally: SandboxTally,
+    pressure: Sample,
+    on_pressure: PressureSettings,
+    to_disk: Callable[[int], Awaitable[int]] | None,
 ) -> SandboxPool:
-    from rollmill.sandboxes.admission import AdmissionSettings, NodePressure, PoolSettings, SandboxPool
+    from rollmill.sandboxes.admission import AdmissionSettings, PoolSettings, SandboxPool
 
     admission = AdmissionSettings(
         max_starting=max_starting,
         max_running=settings.max_sandboxes + ready,
         max_suspended=settings.max_sandboxes,
         deadline_s=settings.create_s,
+        pressure=on_pressure,
     )
     return SandboxPool(
         provider,
         settings=PoolSettings(name="ready", admission=admission),
-        pressure=NodePressure().sample,
+        pressure=pressure,
         observe=lambda acquired: tally.queued(acquired.queue_s),
+        suspend_to_disk=to_disk,
     )
 
 

@@ -50,7 +50,8 @@ class SandboxPool:
         settings: budgets, caps, pools.
         pressure: samples the node, `NodePressure().sample` for sandboxes of this machine; `None`: never slowed by it.
         observe: gets a record of each hand-out, for histograms.
-        suspend_to_disk: moves so many suspended sandboxes to disk, for the node guard; `None`: nothing of that kind.
+        suspend_to_disk: moves so many suspended sandboxes to disk for the node guard, says `ended` of each, and returns
+            how many went; `None`: nothing of that kind.
 
     Example:
         >>> from rollmill.testing import FakeSandboxProvider, run_virtual
@@ -201,6 +202,12 @@ class SandboxPool:
         else:  # the pool is closed, so nobody tries again
             why = self._hands.remover.last_failure
             raise SandboxError(f"sandbox {sandbox.id} may live until its lease ends: {why}")
+
+    def ended(self, sandbox: Sandbox) -> None:
+        """Note that a sandbox ended, of itself or with its snapshot: it gives its place back before the next look."""
+        claim = self._law.books.claims.get(sandbox.id)
+        if self._open and claim is not None and claim.ask is None:  # whoever is being given it finds out by itself
+            self._hands.run(self._law.ended(sandbox.id, now_s=self._now_s()))
 
     async def suspend(self, sandbox: Sandbox) -> None:
         """Pause a sandbox and count it as suspended, so that others may run.

@@ -219,7 +219,7 @@ class ControlFace:
         start_s, end_s = (_number(request.query_params.get(name, "")) for name in ("start", "end"))
         samples = [
             sample
-            for sample in await self._node.sample(served)
+            for sample in await served.sample(self._node.wall_s)
             if (start_s is None or sample.wall_s >= start_s) and (end_s is None or sample.wall_s < end_s + 1)
         ]
         return _json([shapes.metric(sample, served=served) for sample in samples])
@@ -227,7 +227,7 @@ class ControlFace:
     async def _all_metrics(self, request: Request) -> Response:
         served = self._node.all()
         asked = [one for one in request.query_params.get("sandbox_ids", "").split(",") if one in served]
-        found = {one: (await self._node.sample(served[one]))[-1] for one in asked[:MOST_PER_PAGE]}
+        found = {one: (await served[one].sample(self._node.wall_s))[-1] for one in asked[:MOST_PER_PAGE]}
         return _json({"sandboxes": {one: shapes.metric(last, served=served[one]) for one, last in found.items()}})
 
     # -- snapshots and templates -------------------------------------------------------------------------------------

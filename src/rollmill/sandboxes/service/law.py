@@ -81,6 +81,46 @@ def end_after_connect(*, now_s: float, end_s: float, timeout_s: float, resumed: 
     return asked_s if resumed else max(end_s, asked_s)
 
 
+class PausedInMemory(Record, frozen=True, kw_only=True):
+    """A paused sandbox that still takes memory and processes.
+
+    Attributes:
+        sandbox_id: its id.
+        paused_s: when it was paused, on any clock.
+        programs: of its callers, which end when it is moved to disk.
+    """
+
+    sandbox_id: str
+    paused_s: float
+    programs: int
+
+
+def to_move(paused: Iterable[PausedInMemory], *, count: int) -> tuple[str, ...]:
+    """Return which go to disk when a node is short: those that lose nothing by it, then those paused for longest.
+
+    Example:
+        >>> paused = [("a", 1.0, 1), ("b", 2.0, 0), ("c", 3.0, 1), ("d", 4.0, 0)]
+        >>> found = [PausedInMemory(sandbox_id=name, paused_s=at_s, programs=number) for name, at_s, number in paused]
+        >>> to_move(found, count=3)
+        ('b', 'd', 'a')
+    """
+    order = sorted(paused, key=lambda one: (one.programs > 0, one.paused_s, one.sandbox_id))
+    return tuple(one.sandbox_id for one in order[: max(0, count)])
+
+
+_OWN_SNAPSHOT = re.compile(r"sbx[0-9a-f]{18}-files-[0-9]+|(snp|frk)[0-9a-f]{18}")
+
+
+def left_behind(snapshot_ids: Iterable[str]) -> tuple[str, ...]:
+    """Return the snapshots of a service that ended without order: tokens and names were in its memory alone.
+
+    Example:
+        >>> left_behind(["sbx0123456789abcdef01-files-1", "snp0123456789abcdef01", "mine", "snp01"])
+        ('sbx0123456789abcdef01-files-1', 'snp0123456789abcdef01')
+    """
+    return tuple(one for one in snapshot_ids if _OWN_SNAPSHOT.fullmatch(one))
+
+
 # -- pages ------------------------------------------------------------------------------------------------------------
 
 

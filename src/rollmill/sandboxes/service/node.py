@@ -5,6 +5,7 @@
 | `create` | the provider | its own start deadline |
 | a pause, a resume, a kill | the one before it on the same sandbox, then the provider | `transition_s` |
 | each sandbox | its timeout | it is ended or paused, as its creator chose |
+| a move to disk | as those, for the sandbox's files to be written | `transition_s`; carried through |
 
 What is due and what follows is `law`'s to say. Tokens and metadata are in memory only: sandboxes end with this service.
 """
@@ -25,9 +26,16 @@ from rollmill.clock import Clock, SystemClock
 from rollmill.errors import DeadlineExceeded, ImageError, RollmillError, SandboxDead, SandboxRetryable
 from rollmill.sandboxes.protocol import Provider, Sandbox
 from rollmill.sandboxes.records import DeathReason, Lease, SandboxSpec, SnapshotRef
-from rollmill.sandboxes.service.law import Fate, HttpProblem, Standing, end_after_connect, fate
+from rollmill.sandboxes.service.law import (
+    Fate,
+    HttpProblem,
+    PausedInMemory,
+    Standing,
+    end_after_connect,
+    fate,
+)
 from rollmill.sandboxes.service.problems import gone
-from rollmill.sandboxes.service.served import Order, Sample, Served
+from rollmill.sandboxes.service.served import Order, Served
 from rollmill.sandboxes.service.settings import ServiceSettings
 from rollmill.sandboxes.service.shelf import Kept, Shelf
 from rollmill.sandboxes.service.stock import Stock
@@ -36,6 +44,11 @@ from rollmill.sandboxes.service.templates import Template
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
 _RETRY_S = 1.0
+_PAUSED_AS_FILES = "those from before its last pause ended with it, as only its files were kept"
+_MOVED = (
+    "those from before its last pause ended when this node ran short of memory or process ids and moved it to disk, "
+    "which keeps its files"
+)
 
 
 class Node:
@@ -70,6 +83,7 @@ class Node:
         self._by_key: dict[str, tuple[Order, asyncio.Task[Served]]] = {}
         self._can_pause = self._can_keep_files = self.files_carry_words = False
         self._running: set[asyncio.Task[None]] = set()
+        self._storing: set[asyncio.Future[SnapshotRef]] = set()
 
     async def __aenter__(self) -> Node:
         """Ask the provider what it can, and begin."""
@@ -87,6 +101,8 @@ class Node:
         try:
             for one in self._served.values():
                 self._disarm(one)
+            if self._storing:  # what is half written belongs to nobody yet
+                await asyncio.wait(self._storing, timeout=self.settings.transition_s)
             alive = [one.sandbox.id for one in self._served.values() if one.files is None]
             kept = [one.files.snapshot_id for one in self._served.values() if one.files is not None]
             await self._provider.kill(alive, reason=DeathReason.RELEASED)
@@ -342,11 +358,13 @@ class Node:
     async def _store(self, served: Served) -> None:
         """Keep a sandbox's files and end it; carried through if whoever asked has no more time."""
         name = f"{served.id}-files-{served.lives}"
-        storing = asyncio.ensure_future(served.sandbox.snapshot(id=name, stop_processes=True, end=True))
+        storing = asyncio.ensure_future(self._files_of(served, name=name))
         served.storing = True
+        self._storing.add(storing)
 
         def stored(done: asyncio.Future[SnapshotRef]) -> None:
             served.storing = False
+            self._storing.discard(done)
             if done.cancelled() or done.exception() is not None:
                 return
             self._stock.ended(served.sandbox)
@@ -354,14 +372,62 @@ class Node:
                 self.run(self._provider.delete_snapshots([name]), name=f"end of {name}")
                 return
             served.files = done.result()
+            if served.standing is Standing.PAUSED:
+                served.lost = _MOVED
+                return  # its time counts from its pause
+            served.lost = _PAUSED_AS_FILES
             self._paused(served)
 
         storing.add_done_callback(stored)
         await asyncio.shield(storing)
 
+    async def _files_of(self, served: Served, *, name: str) -> SnapshotRef:
+        """Keep the files of a sandbox, and end it; one that was paused is paused again if that fails.
+
+        What is frozen hands nothing out, so it goes on for the moment in which its programs are ended.
+        """
+        sandbox, was_paused = served.sandbox, served.standing is Standing.PAUSED
+        if was_paused:
+            await sandbox.resume()
+        try:
+            return await sandbox.snapshot(id=name, stop_processes=True, end=True)
+        except BaseException:
+            if was_paused and sandbox.death is None:
+                await sandbox.pause()
+            raise
+
     def _paused(self, served: Served) -> None:
-        served.standing = Standing.PAUSED
-        self._set_end(served, self._loop.time() + self.settings.paused_ttl_s)
+        served.standing, served.paused_s = Standing.PAUSED, self._loop.time()
+        self._set_end(served, served.paused_s + self.settings.paused_ttl_s)
+
+    def paused_in_memory(self) -> tuple[PausedInMemory, ...]:
+        """Return the paused sandboxes that could be moved to disk."""
+        return tuple(
+            PausedInMemory(sandbox_id=one.id, paused_s=one.paused_s, programs=len(one.programs.infos()))
+            for one in self.all().values()
+            if one.standing is Standing.PAUSED and one.files is None and not one.storing
+        )
+
+    async def to_disk(self, sandbox_id: str) -> bool:
+        """Keep of a paused sandbox its files alone, and give its memory and processes back; a resume restores it.
+
+        Its programs end by this, which its callers are told: it is paused as `filesystem` from then on. Its timeout
+        stays.
+
+        Returns:
+            Whether it was moved; not if it was not paused in memory any more.
+
+        Raises:
+            SandboxError: if it could not be; it stays paused, and its programs may have ended.
+
+        Cancellation: it is carried through.
+        """
+        served = self.find(sandbox_id)
+        async with self._turn(served, "move to disk"):
+            if served.standing is not Standing.PAUSED or served.files is not None or served.storing:
+                return False
+            await self._store(served)
+            return served.files is not None
 
     async def kill(self, sandbox_id: str) -> None:
         """End a sandbox, and wait until nothing of it is left."""
@@ -497,20 +563,6 @@ class Node:
                     await self._kill(served, DeathReason.LEASE_EXPIRED)
                 case Fate.WAIT:
                     return  # it was given more time while this waited for its turn
-
-    # -- use ---------------------------------------------------------------------------------------------------------
-
-    async def sample(self, served: Served) -> tuple[Sample, ...]:
-        """Look at what a sandbox uses now; return that and what was seen before."""
-        if served.files is not None:
-            return tuple(served.samples)
-        usage, now_s = await served.sandbox.usage(), self._clock.wall_s()
-        last = served.samples[-1] if served.samples else None
-        pct = 0.0
-        if last is not None and usage.cpu_s is not None and last.usage.cpu_s is not None and now_s > last.wall_s:
-            pct = 100 * (usage.cpu_s - last.usage.cpu_s) / (now_s - last.wall_s)
-        served.samples.append(Sample(wall_s=now_s, usage=usage, cpu_pct=max(0.0, pct)))
-        return tuple(served.samples)
 
 
 def looked_at(task: asyncio.Task[T]) -> asyncio.Task[T]:

@@ -162,10 +162,11 @@ class Programs:
 
     Args:
         stall_s: see `ServiceSettings.stream_stall_s`.
+        earlier: what became of those before this start of the sandbox, in words.
     """
 
-    def __init__(self, *, stall_s: float) -> None:
-        self._stall_s = stall_s
+    def __init__(self, *, stall_s: float, earlier: str = "") -> None:
+        self._stall_s, self._earlier = stall_s, earlier or "it may have ended"
         self._running: dict[int, Program] = {}
 
     def add(self, process: Process, asked: Asked) -> Program:
@@ -197,4 +198,4 @@ class Programs:
                 if program.asked.tag == selector.tag:
                     return program
         name = f"pid {selector.pid}" if selector.pid is not None else f"tag {selector.tag!r}"
-        raise RpcProblem("not_found", f"no program with {name} runs here; it may have ended")
+        raise RpcProblem("not_found", f"no program with {name} runs here; {self._earlier}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from rollmill.sandboxes.protocol import Sandbox
 from rollmill.sandboxes.records import Record, SandboxSpec, SnapshotRef, Usage
@@ -55,6 +55,8 @@ class Served:
         end_wall_s: the same since the epoch, as it was when that was set: callers compare what they are told.
         files: what is kept of it while it is paused without its memory.
         storing: whether that is being made, and the sandbox may have ended for it.
+        paused_s: when it was paused the last time, on the loop's clock.
+        lost: what became of its programs when only its files were kept, in words; empty if they never went so.
         lives: how often it was started; the backend's own id of it changes each time.
     """
 
@@ -76,6 +78,8 @@ class Served:
         self.turn = asyncio.Lock()
         self.files: SnapshotRef | None = None
         self.storing = False
+        self.paused_s = 0.0
+        self.lost = ""
         self.lives = 0
         self._sandbox: Sandbox | None = None
 
@@ -93,10 +97,22 @@ class Served:
     def began(self, sandbox: Sandbox, *, stall_s: float) -> None:
         """Note that it answers: a fresh start, without programs."""
         self._sandbox, self.files = sandbox, None
-        self.programs = Programs(stall_s=stall_s)
+        self.programs = Programs(stall_s=stall_s, earlier=self.lost)
         self.accounts = Accounts(sandbox)
         self.watchers = {}
         self.lives += 1
+
+    async def sample(self, wall_s: Callable[[], float]) -> tuple[Sample, ...]:
+        """Look at what it uses now; return that and what was seen before. `wall_s` tells the time."""
+        if self.files is not None:
+            return tuple(self.samples)
+        usage, now_s = await self.sandbox.usage(), wall_s()
+        last = self.samples[-1] if self.samples else None
+        pct = 0.0
+        if last is not None and usage.cpu_s is not None and last.usage.cpu_s is not None and now_s > last.wall_s:
+            pct = 100 * (usage.cpu_s - last.usage.cpu_s) / (now_s - last.wall_s)
+        self.samples.append(Sample(wall_s=now_s, usage=usage, cpu_pct=max(0.0, pct)))
+        return tuple(self.samples)
 
     def listed(self) -> Listed:
         """Return what lists filter and sort by."""

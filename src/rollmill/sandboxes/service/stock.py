@@ -121,6 +121,7 @@ class PooledStock(Stock):
 
     def ended(self, sandbox: Sandbox) -> None:
         """Note that it is not in use any more."""
+        self._pool.ended(sandbox)
         if (spec := self._specs.pop(sandbox.id, None)) is None:
             return
         if sandbox.id in self._paused:

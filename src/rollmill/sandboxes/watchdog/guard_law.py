@@ -2,7 +2,8 @@
 
 Admission closes at the first bound that is passed, and opens when all are well clear of theirs. Eviction begins later,
 and only for what it can give back: pooled sandboxes first, for nobody uses them; then, for memory and process ids
-alone, paused ones are moved to disk. A short disk is not helped by moving anything there.
+alone, paused ones are moved to disk. A short disk is not helped by moving anything there, and takes nothing either:
+while it is below its own bound, they stay where they are.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ _FREE = {
     "inodes_free": "of a disk's inodes are left",
     "pids_free": "of the process ids are left",
 }
+_DISK = ("disk_free", "inodes_free")
 _GIVEN_BACK_BY_SUSPENDING = ("memory_full", "memory_free", "pids_free")
 
 
@@ -127,9 +129,15 @@ def _eviction(reading: NodeReading, *, evictable: Evictable, settings: GuardSett
         short.append("memory_full")
     if short and evictable.pooled:
         return Evict.POOLED, _part(evictable.pooled, settings)
-    if evictable.suspended and any(name in _GIVEN_BACK_BY_SUSPENDING for name in short):
+    room = not any(_is_below(reading, name, settings) for name in _DISK)
+    if evictable.suspended and room and any(name in _GIVEN_BACK_BY_SUSPENDING for name in short):
         return Evict.SUSPENDED, _part(evictable.suspended, settings)
     return None, 0
+
+
+def _is_below(reading: NodeReading, name: str, settings: GuardSettings) -> bool:
+    value = getattr(reading, name)
+    return value is not None and value < getattr(settings, name)
 
 
 def _part(number: int, settings: GuardSettings) -> int:

@@ -43,6 +43,7 @@ from rollmill.sandboxes.disk_records import DiskRecord, DiskRecords, ProcessMark
 from rollmill.sandboxes.images.uses import ImageUses
 from rollmill.sandboxes.isolation import known, require
 from rollmill.sandboxes.lifecycle import dead_error, death, explain_end
+from rollmill.sandboxes.reaper import ReaperStatistics, total
 from rollmill.sandboxes.records import (
     Capabilities,
     DeathReason,
@@ -147,6 +148,10 @@ class MicroVmProvider(OwnSandboxes[MicroVmSandbox], SnapshotCalls):
             template = await self._templates.of(spec)
             return await self._make(spec, template.kept, id=id, labels=labels or {}, lease=lease, snapshot=None)
         return await self._make(spec, None, id=id, labels=labels or {}, lease=lease, snapshot=None)
+
+    def trash(self) -> ReaperStatistics:
+        """Return what was deleted of images, and what waits; looks at their directory."""
+        return total(self._images.trash())
 
     async def close(self) -> None:
         """End every sandbox, and let snapshots and templates go."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+import tempfile
 from pathlib import Path
 
 from rollmill.errors import ConfigError
@@ -66,3 +67,8 @@ class MicroVmSettings(Record, frozen=True, kw_only=True):
     def records_directory(self) -> Path:
         """Return where the records of sandboxes are."""
         return default_directory() if self.directory is None else self.directory
+
+    def disks(self) -> tuple[Path, ...]:
+        """Return directories on the disks that machines, images and records take room of."""
+        scratch = Path(tempfile.gettempdir()) if self.scratch is None else self.scratch
+        return self.records_directory(), self.images.place(), scratch
