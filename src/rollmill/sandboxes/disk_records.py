@@ -153,8 +153,12 @@ class DiskRecords:
         """
         path = self.path(record.sandbox_id)
         scratch = path.with_suffix(f".tmp{os.getpid()}")
-        scratch.write_bytes(msgspec.json.encode(record))
-        scratch.replace(path)
+        try:
+            scratch.write_bytes(msgspec.json.encode(record))
+            scratch.replace(path)
+        except BaseException:
+            scratch.unlink(missing_ok=True)  # on a full disk it would take the last of it
+            raise
 
     def read(self, sandbox_id: str) -> DiskRecord | None:
         """Return a record, `None` if there is none.
