@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import os
+import shutil
 import sqlite3
 import subprocess
 from collections.abc import Iterator
@@ -35,7 +37,7 @@ class Disk:
 
     def __init__(self, place: Path) -> None:
         self.place = place
-        self._filler = place.parent / "filler"
+        self._names = place / "names"
 
     def fill(self, *, but: int = 0) -> None:
         """Take every byte that is left, or leave so many."""
@@ -45,6 +47,16 @@ class Disk:
                 stream.write(bytes(PAGE))
         os.truncate(filler, filler.stat().st_size - but)
         assert self.free() == but
+
+    def fill_inodes(self) -> None:
+        """Take every name that is left."""
+        self._names.mkdir()
+        with contextlib.suppress(OSError):
+            for number in itertools.count():
+                (self._names / str(number)).touch()
+
+    def make_room_for_names(self) -> None:
+        shutil.rmtree(self._names)
 
     def make_room(self) -> None:
         (self.place / "filler").unlink()
@@ -63,7 +75,7 @@ class Disk:
 def disk(tmp_path: Path) -> Iterator[Disk]:
     place = tmp_path / "disk"
     place.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=4m,mode=700", "tmpfs", str(place)]
+    command = ["mount", "-t", "tmpfs", "-o", "size=4m,nr_inodes=400,mode=700", "tmpfs", str(place)]
     mounted = subprocess.run(command, capture_output=True, text=True, check=False)
     if mounted.returncode:
         pytest.skip(f"no file system can be mounted here: {mounted.stderr.strip()}")
@@ -171,6 +183,25 @@ def test_the_file_of_a_snapshot_without_a_byte_for_it_is_not_left_half_written(t
             assert [one.snapshot_id for one in await provider.snapshots()] == ["mine"]
             await provider.delete_snapshots(["mine"])
             await sandbox.kill()
+
+        own.run(body)
+
+
+@pytest.mark.usefixtures("namespaces")
+def test_a_snapshot_that_finds_no_inode_leaves_the_sandbox_alive(tmp_path, disk):
+    with real_rig(tmp_path / "records", snapshot_directory=disk.place / "snapshots") as own:
+
+        async def body(provider: Provider) -> None:
+            sandbox = await start(provider)
+            await sandbox.write("/workspace/kept", b"x")
+            disk.fill_inodes()
+            with pytest.raises(SandboxExhausted, match="No space left"):
+                await sandbox.snapshot(id="mine")
+            assert (await provider.snapshots(), await sandbox.read("/workspace/kept")) == ((), b"x")
+            disk.make_room_for_names()
+            await wait_for(lambda: disk.files("snapshots") == ["snapshots/identity", "snapshots/lock"])
+            assert (await sandbox.snapshot(id="mine", end=True)).durable
+            await provider.delete_snapshots(["mine"])
 
         own.run(body)
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import TypeVar
 
@@ -32,9 +33,10 @@ from rollmill.sandboxes.leases import law
 from rollmill.sandboxes.leases.law import Act, Claim, Phase, Row, Step
 from rollmill.sandboxes.leases.table import LeaseTable
 from rollmill.sandboxes.protocol import Provider, Sandbox
-from rollmill.sandboxes.records import DeathReason, Lease, Record, SandboxSpec, SandboxState
+from rollmill.sandboxes.records import DeathReason, Lease, Record, SandboxSpec, SandboxState, SnapshotRef
 
 T = TypeVar("T")
+_log = logging.getLogger(__name__)
 
 
 class KeeperSettings(Record, frozen=True, kw_only=True):
@@ -134,6 +136,7 @@ class Keeper:
         self._clock = SystemClock() if clock is None else clock
         self._in_thread = in_thread
         self._busy: set[str] = set()
+        self._moving: dict[str, asyncio.Future[bool]] = {}
 
     # -- a rollout's sandbox -----------------------------------------------------------------------------------------
 
@@ -247,20 +250,63 @@ class Keeper:
             async with self._in_time("renewal", claim.sandbox_id):
                 await sandbox.renew(self._lease(row))
 
+    async def to_disk(self, count: int) -> int:
+        """Keep of rollouts that are suspended with their memory the files alone, for a node that is short.
+
+        Those suspended for longest go first. Their programs end; lease, owner and time of each stay, and a resume makes
+        a sandbox of its files.
+
+        Returns:
+            How many were moved. One that cannot be stays suspended, and its programs may have ended.
+
+        Cancellation:
+            the one that is being moved is carried through, and no further one begins.
+        """
+        rows = await self._books(lambda: self._table.rows(provider=self._settings.provider))
+        moved = 0
+        for row in law.to_move(rows, count=count, busy=frozenset(self._busy)):
+            moving = self._moving[row.sandbox_id] = asyncio.ensure_future(self._move(row))
+            moving.add_done_callback(lambda _, name=row.sandbox_id: self._moving.pop(name, None))
+            moved += await asyncio.shield(moving)
+        return moved
+
+    async def _move(self, row: Row) -> bool:
+        with self._at_work(row.sandbox_id):
+            try:
+                refs = await self._store(law.claim_of(row))
+                await self._edit(row, lambda one: msgspec.structs.replace(one, refs=refs))
+            except (SandboxError, DeadlineExceeded) as error:
+                _log.warning("rollout %s was not moved to disk: %s", row.rollout_id, error)
+                return False
+        return True
+
     async def _keep_files(self, claim: Claim) -> None:
+        await self._suspended(claim, refs=await self._store(claim))
+
+    async def _store(self, claim: Claim) -> tuple[SnapshotRef, ...]:
+        """Let a sandbox end as a snapshot whose name is in its row; one that was paused is again if that fails.
+
+        Returns:
+            The row's snapshots that outlive this process, with this one if it does.
+        """
         name = law.snapshot_id_of(claim.sandbox_id)
         before = await self._books(lambda: self._checked(claim))
         await self._replaced(claim, snapshots=(*before.snapshots, name))
+        paused: Sandbox | None = None
         try:
             async with self._in_time("snapshot", claim.sandbox_id):
                 sandbox = await self._provider.attach(claim.sandbox_id)
                 if sandbox.state is SandboxState.PAUSED:
+                    paused = sandbox
                     await sandbox.resume()
                 ref = await sandbox.snapshot(id=name, stop_processes=True, end=True)
         except SandboxError:
-            await self._replaced(claim, snapshots=before.snapshots)  # there is none
+            await self._edit(before, lambda one: msgspec.structs.replace(one, snapshots=before.snapshots))  # none is
+            if paused is not None and paused.death is None:
+                async with self._in_time("pause", claim.sandbox_id):
+                    await paused.pause()
             raise
-        await self._suspended(claim, refs=(*before.refs, ref) if ref.durable else before.refs)
+        return (*before.refs, ref) if ref.durable else before.refs
 
     async def _suspended(self, claim: Claim, **changes: object) -> Row:
         return await self._replaced(
@@ -279,6 +325,8 @@ class Keeper:
             SandboxDead: if the sandbox has ended and no snapshot holds it; the next sweep drops the row.
         """
         row = await self._books(lambda: self._taken(rollout_id, take_over=take_over))
+        if (moving := self._moving.get(row.sandbox_id)) is not None:
+            await asyncio.wait([moving])  # bounded by `call_s`
         with self._at_work(row.sandbox_id):
             try:
                 async with self._in_time("resume", row.sandbox_id):

@@ -184,6 +184,24 @@ def check_resume(rollout_id: str, row: Row | None, *, owner: str, now_s: float, 
     return row
 
 
+def to_move(rows: Iterable[Row], *, count: int, busy: frozenset[str] = frozenset()) -> tuple[Row, ...]:
+    """Return the rollouts whose memory goes when a node is short: of those that have any, the longest suspended.
+
+    Args:
+        rows: of one provider.
+        count: how many are wanted.
+        busy: sandboxes that some call of this process works on.
+    """
+    found = (
+        row
+        for row in rows
+        if row.phase is Phase.SUSPENDED
+        and row.sandbox_id not in busy
+        and snapshot_id_of(row.sandbox_id) not in row.snapshots
+    )
+    return tuple(sorted(found, key=lambda row: (row.expires_s, row.sandbox_id))[: max(0, count)])
+
+
 # -- ends -------------------------------------------------------------------------------------------------------------
 
 

@@ -13,7 +13,8 @@ import asyncio
 import errno
 import itertools
 import os
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import msgspec
@@ -162,14 +163,15 @@ class Snapshots:
         """Have a layer of the disk made by the shelf, which may read what a sandbox has closed to this user."""
         loop = asyncio.get_running_loop()
         layer_id = self._new_id()
-        target = await loop.run_in_executor(None, disk.begin, layer_id)
-        try:
-            order = {**order, "directories": [*map(disk.path, sources), target]}
-            await self._ask(order, limit_s=self._settings.store_s)
-            await loop.run_in_executor(None, disk.finish, layer_id)
-        except BaseException:
-            await loop.run_in_executor(None, disk.give_up, layer_id)
-            raise
+        with _explained(f"it was not possible to {order['op']} the layer {order['layer']}"):
+            target = await loop.run_in_executor(None, disk.begin, layer_id)
+            try:
+                order = {**order, "directories": [*map(disk.path, sources), target]}
+                await self._ask(order, limit_s=self._settings.store_s)
+                await loop.run_in_executor(None, disk.finish, layer_id)
+            except BaseException:
+                await loop.run_in_executor(None, disk.give_up, layer_id)
+                raise
         return layer_id
 
     def drop(self, layers: Sequence[Layer]) -> None:
@@ -199,17 +201,14 @@ class Snapshots:
         await before(kept)
         if self._disk is not None and kept.ref.durable:
             manifest = Manifest(kept=kept, layers=tuple(self.book.layer(one) for one in kept.chain))
-            try:
+            with _explained(f"the file of snapshot {kept.ref.snapshot_id} was not written"):
                 await asyncio.get_running_loop().run_in_executor(None, self._disk.write, manifest)
-            except OSError as error:
-                raise _refused(
-                    error.errno or 0, f"the file of snapshot {kept.ref.snapshot_id} was not written: {error}"
-                ) from error
 
     async def delete(self, snapshot_id: str) -> None:
         """Let go of a snapshot."""
         if self._disk is not None:
-            await asyncio.get_running_loop().run_in_executor(None, self._disk.remove, snapshot_id)
+            with _explained(f"snapshot {snapshot_id} was not deleted"):
+                await asyncio.get_running_loop().run_in_executor(None, self._disk.remove, snapshot_id)
         self.drop(self.book.delete(snapshot_id))
 
     def release(self, sandbox_id: str) -> None:
@@ -268,6 +267,15 @@ def _discarded(disk: SnapshotDisk, layer_id: str) -> bool:
     except SandboxError:
         return False
     return True
+
+
+@contextmanager
+def _explained(what: str) -> Iterator[None]:
+    """Say what a failing disk means."""
+    try:
+        yield
+    except OSError as error:
+        raise _refused(error.errno or 0, f"{what}: {error}") from error
 
 
 def _refused(number: int, message: str) -> SandboxError:
