@@ -19,8 +19,11 @@ from typing import Any
 
 import pytest
 
+from gvisor_builders import need_gvisor
+from rollmill.cli.sandbox_backends import provider_of
 from rollmill.sandboxes import NamespaceProvider, NamespaceSettings
 from rollmill.sandboxes.admission import SandboxPool
+from rollmill.sandboxes.backends.gvisor import GvisorSettings
 from rollmill.sandboxes.service import Node
 from rollmill.sandboxes.service.law import Plan
 from rollmill.sandboxes.service.moving import move_to_disk
@@ -74,9 +77,13 @@ def processes() -> int:
     return found
 
 
-def test_a_paused_sandbox_gives_back_its_processes_and_goes_on_with_its_files(tmp_path):
+@pytest.mark.parametrize("backend", ["namespaces", pytest.param("gvisor", marks=pytest.mark.slow)])
+def test_a_paused_sandbox_gives_back_its_processes_and_goes_on_with_its_files(tmp_path, backend):
     records, snapshots = tmp_path / "records", tmp_path / "snapshots"
-    settings = NamespaceSettings(directory=records, snapshot_directory=snapshots)
+    if backend == "gvisor":
+        need_gvisor(tmp_path / "probe")
+    kind = GvisorSettings if backend == "gvisor" else NamespaceSettings
+    settings = kind(directory=records, snapshot_directory=snapshots)
 
     async def main() -> None:
         free = 0.9
@@ -84,7 +91,7 @@ def test_a_paused_sandbox_gives_back_its_processes_and_goes_on_with_its_files(tm
         async def read() -> NodeReading:
             return NodeReading(memory_free=free, disk_free=0.9)
 
-        async with asyncio.timeout(60), NamespaceProvider(settings) as provider:
+        async with asyncio.timeout(60), provider_of(settings) as provider:
 
             async def to_disk(count: int) -> int:
                 return await move_to_disk(node, count)
@@ -96,7 +103,7 @@ def test_a_paused_sandbox_gives_back_its_processes_and_goes_on_with_its_files(tm
                     await served.sandbox.write("/workspace/notes", b"so far")
                     await served.sandbox.start_process(MARK.split())
                     await node.pause(served.id)
-                    assert processes() == 1
+                    assert processes() == (backend == "namespaces")  # gVisor's are in its own kernel
                     guard = NodeGuard(pool, read=read)
                     free = 0.01
                     await guard.look()

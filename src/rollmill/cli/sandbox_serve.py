@@ -104,7 +104,7 @@ _DIRECTORY = click.option(
     "--snapshots",
     type=click.Path(path_type=Path),
     default=None,
-    help="Where snapshots of files are kept; in memory unless given.",
+    help="Where snapshots of files are kept, and paused sandboxes when the node is short; in memory unless given.",
 )
 @click.option("--store", type=click.Path(path_type=Path), default=None, help="Where images are kept: see `prepare`.")
 @backend_option
