@@ -15,6 +15,7 @@ from image_builders import add_tars, file, new_store, tar
 from rollmill.errors import ImageError
 from rollmill.sandboxes.disk_records import ProcessMark, boot_id
 from rollmill.sandboxes.images import HeldImage
+from rollmill.sandboxes.images.holds import Holds
 
 # Layers of one file each; two of them hold an equal file, so that the pool of shared files is in the game.
 CONTENTS = {"a": b"1" * 5000, "b": b"1" * 5000, "c": b"2" * 9000, "d": b"3"}
@@ -23,6 +24,7 @@ ENDED = ProcessMark(pid=2**22, started_ticks=1, boot_id="")
 
 names = st.sampled_from(["one", "two", "three"])
 numbers = st.integers(0, 5)
+snapshots = st.sampled_from(["s1", "s2"])
 chains = st.lists(st.sampled_from("abcd"), min_size=1, max_size=3, unique=True)
 
 
@@ -33,6 +35,7 @@ class Store(RuleBasedStateMachine):
         self.store = new_store(self.place / "store")
         self.known: dict[str, list[str]] = {}
         self.held: list[tuple[str, HeldImage, list[str]]] = []
+        self.pinned: dict[str, tuple[str, list[str]]] = {}
 
     def teardown(self) -> None:
         shutil.rmtree(self.place)
@@ -63,12 +66,32 @@ class Store(RuleBasedStateMachine):
         self.held.pop(number % len(self.held))[1].release()
 
     @precondition(lambda self: self.known)
+    @rule(number=numbers, snapshot=snapshots)
+    def pin(self, number: int, snapshot: str) -> None:
+        """A snapshot on a disk stands on it from now on; of one name the last counts."""
+        name = self.pick(number)
+        digest = self.store.show(name).digest
+        self.store.pin(digest, holder="5eed", name=snapshot, what="test")
+        self.pinned[snapshot] = (digest, self.known[name])
+
+    @rule(snapshots=st.sets(snapshots))
+    def open_a_directory_of_snapshots(self, snapshots: set[str]) -> None:
+        """Those that are there keep their claims, others lose them, also where there never was one."""
+        pins = Holds(self.store.layout.part("holds"))
+        for name in pins.pinned("5eed") - snapshots:
+            pins.unpin("5eed", name)
+        self.pinned = {name: found for name, found in self.pinned.items() if name in snapshots}
+
+    def held_digests(self) -> set[str]:
+        return {held.digest for _, held, _ in self.held} | {digest for digest, _ in self.pinned.values()}
+
+    @precondition(lambda self: self.known)
     @rule(number=numbers)
     def remove(self, number: int) -> None:
         name = self.pick(number)
         digest = self.store.show(name).digest
         others = [one for one in self.known if one != name and self.store.show(one).digest == digest]
-        in_use = any(held.digest == digest for _, held, _ in self.held)
+        in_use = digest in self.held_digests()
         if in_use and not others:
             with pytest.raises(ImageError, match="is held by test"):
                 self.store.remove(name)
@@ -83,7 +106,7 @@ class Store(RuleBasedStateMachine):
         assert report.left_bytes == left
         assert report.over_bytes == max(0, left - budget)
         if left > budget:  # then nothing is left but what is held
-            kept = {layer for _, held, _ in self.held for layer in self.store.resolve(held.digest)[1].layers}
+            kept = {layer for digest in self.held_digests() for layer in self.store.resolve(digest)[1].layers}
             assert set(self.store.layout.all_layers()) <= kept
         there = {one.name for one in self.store.layout.all_names()}
         self.known = {name: chain for name, chain in self.known.items() if name in there}
@@ -114,6 +137,12 @@ class Store(RuleBasedStateMachine):
         for _, held, chain in self.held:
             for layer, name in zip(held.layers, chain[::-1], strict=True):
                 assert (layer / name).read_bytes() == CONTENTS[name]
+
+    @invariant()
+    def what_snapshots_stand_on_is_whole(self) -> None:
+        for digest, chain in self.pinned.values():
+            with self.store.hold(digest, what="look") as held:
+                assert [next(layer.iterdir()).name for layer in held.layers] == chain[::-1]
 
     @invariant()
     def nothing_lies_about(self) -> None:
