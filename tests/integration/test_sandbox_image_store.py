@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from image_builders import Layout, add, directory, file, new_store, small_root, tar
+from image_builders import Layout, add, add_tars, directory, file, new_store, small_root, tar
 from rollmill.cli.app import cli
 from rollmill.errors import ImageError, SandboxIdInUse
 from rollmill.sandboxes import NamedImage, Provider, SandboxSpec
@@ -200,6 +200,19 @@ def test_layers_kept_as_files_are_mounted_while_they_are_used(tmp_path, place, r
     new_store(tmp_path / "store")
     assert mounts(store) == 0
     store.remove("whole")
+
+
+@pytest.mark.skipif(AS_FILES != "", reason=AS_FILES)
+def test_a_claim_of_a_snapshot_on_a_disk_keeps_no_layer_mounted(tmp_path):
+    store = new_store(tmp_path / "store", form="erofs")
+    image = add_tars(store, tar(file("a", b"x")), tar(file("b", b"y")))
+    store.pin(image.digest, holder="5eed", name="kept", what="snapshot kept")
+    with store.hold("image", what="test"):
+        assert mounts(store) == 2
+    assert mounts(store) == 0
+    assert store.collect(budget_bytes=0).images == ()
+    with store.hold("image", what="test") as held:
+        assert held.layers[0].joinpath("b").read_bytes() == b"y"
 
 
 def mounts(store: ImageStore) -> int:

@@ -488,8 +488,9 @@ class ImageStore:
             self._unmount(self._inventory())
 
     def _unmount(self, inventory: Inventory) -> None:
-        in_use = set(inventory.held_layers)
-        for digest in inventory.held_images & inventory.images.keys():
+        claims = [one for one in self._standing(tidy=False) if not one.pinned_by]  # what is on a disk runs nowhere
+        in_use = {layer for one in claims for layer in one.layers}
+        for digest in {digest for one in claims for digest in one.images} & inventory.images.keys():
             in_use.update(inventory.images[digest].layers)
         for path in self.layout.part("mounts").iterdir():
             if f"sha256:{path.name}" not in in_use:
