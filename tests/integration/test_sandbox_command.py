@@ -68,13 +68,27 @@ def test_less_isolation_than_asked_for_is_an_error_that_says_what_to_do(tmp_path
 
 
 def test_the_doctor_says_what_holds(tmp_path):
-    done = command("doctor", "--json", directory=tmp_path)
+    done = command("doctor", "--backend", "namespaces", "--json", directory=tmp_path)
     document = json.loads(done.stdout)
     assert (done.returncode, document["works"], document["problem"]) == (0, True, "")
     held = {one["name"] for one in document["findings"] if one["holds"]}
     assert {"namespaces", "user_namespace", "no_network", "seccomp", "capabilities_dropped"} <= held
     assert document["isolation"] in {"hardened", "capped"}
     assert all(one["remedy"] for one in document["findings"])
+
+
+@pytest.mark.slow  # boots a machine
+def test_the_doctor_looks_at_every_backend_and_leaves_nothing_behind(tmp_path):
+    done = command("doctor", "--json", directory=tmp_path)
+    document = json.loads(done.stdout)
+    rows = {one["name"]: one for one in document["backends"]}
+    local = {"namespaces-root", "namespaces-user", "gvisor", "qemu-kvm", "qemu-emulated", "firecracker", "docker"}
+    assert local | {"kubernetes", "e2b", "daytona", "prime", "modal", "swerex"} == set(rows)
+    mine = rows["namespaces-root" if os.geteuid() == 0 else "namespaces-user"]
+    assert (done.returncode, mine["standing"], mine["isolation"] in {"hardened", "capped"}) == (0, "works", True)
+    assert rows[document["strongest"]]["standing"] == "works"
+    assert all(one["todo"] for one in rows.values() if one["standing"] == "something is missing")
+    assert json.loads(command("list", "--json", directory=tmp_path).stdout) == []
 
 
 def test_sandboxes_of_another_process_are_listed_and_can_be_killed(tmp_path):

@@ -14,6 +14,7 @@ import click
 
 from rollmill.cli.output import json_option, show
 from rollmill.cli.sandbox_backends import backend_option, provider_of, settings_of
+from rollmill.cli.sandbox_doctor import doctor_command
 from rollmill.cli.sandbox_gvisor import build_runsc_command
 from rollmill.cli.sandbox_images import images_command, prepare_command
 from rollmill.cli.sandbox_serve import route_command, serve_command, show_command
@@ -25,12 +26,9 @@ from rollmill.sandboxes import (
     Lease,
     Limits,
     NamedImage,
-    NamespaceSettings,
     SandboxSpec,
 )
-from rollmill.sandboxes.backends.gvisor.diagnose import diagnose_gvisor
 from rollmill.sandboxes.disk_records import DiskRecord, DiskRecords, default_directory, is_alive
-from rollmill.sandboxes.doctor import Diagnosis, diagnose
 from rollmill.sandboxes.images import ImageStoreSettings
 from rollmill.sandboxes.isolation import parse_level
 from rollmill.sandboxes.sweep import kill_outright, sweep
@@ -48,6 +46,7 @@ def sandbox_group() -> None:
 
 
 sandbox_group.add_command(build_runsc_command)
+sandbox_group.add_command(doctor_command)
 sandbox_group.add_command(images_command)
 sandbox_group.add_command(prepare_command)
 sandbox_group.add_command(route_command)
@@ -236,34 +235,3 @@ def _kill(records: DiskRecords, sandbox_id: str) -> bool:
             return False
         time.sleep(_LOOK_S)
     return True
-
-
-@sandbox_group.command("doctor")
-@backend_option
-@_directory_option
-@json_option
-def doctor_command(directory: Path | None, as_json: bool, backend: str) -> None:
-    """Make a sandbox, and say which protections hold on this machine and how to get those that are missing."""
-    if backend == "gvisor":
-        diagnosis = asyncio.run(diagnose_gvisor(settings_of(backend, directory=directory)))
-    elif backend == "qemu":
-        from rollmill.sandboxes.backends.qemu.diagnose import diagnose_qemu
-
-        diagnosis = asyncio.run(diagnose_qemu(settings_of(backend, directory=directory)))
-    else:
-        diagnosis = asyncio.run(diagnose(NamespaceSettings(directory=directory)))
-    show(diagnosis, text=_words(diagnosis), as_json=as_json)
-    if not diagnosis.works:
-        sys.exit(1)
-
-
-def _words(diagnosis: Diagnosis) -> str:
-    verdict = "works" if diagnosis.works else "does not work"
-    lines = [f"backend {diagnosis.backend}: {verdict}, isolation level {diagnosis.isolation}"]
-    if diagnosis.problem:
-        lines.append(f"  problem: {diagnosis.problem}")
-    for one in diagnosis.findings:
-        lines.append(f"  {'yes' if one.holds else 'NO ':<3} {one.name:<21} {one.meaning}")
-        if not one.holds:
-            lines.append(f"      {'':<21} to get it: {one.remedy}")
-    return "\n".join([*lines, *(f"  note: {one}" for one in diagnosis.notes)])

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import platform
 import tempfile
+import uuid
 from collections.abc import Callable, Collection
 from pathlib import Path
 
@@ -85,7 +86,7 @@ async def examine(
     try:
         async with opens() as provider:
             lease = Lease(owner="doctor", ttl_s=60.0)
-            sandbox = await provider.create(SandboxSpec(), id=f"doctor-{os.getpid()}", lease=lease)
+            sandbox = await provider.create(SandboxSpec(), id=f"doctor-{backend}-{uuid.uuid4().hex[:8]}", lease=lease)
             words = sandbox.protections
             protections = known(words)
             result = await sandbox.exec(["true"], timeout_s=30.0)
