@@ -41,6 +41,8 @@ SETTINGS = Adapter(base_digest="digest-1", rank=2, alpha=3.0)
 PAIRS = {name: adapter_for(MODEL, seed=seed, targets=TARGETS) for name, seed in (("a", 11), ("b", 12), ("a2", 13))}
 WHOLE = {name: merged_model(MODEL, pairs, settings=SETTINGS) for name, pairs in PAIRS.items()} | {"": MODEL}
 PLACES, LARGEST_RANK = 2, 4
+ATOL = 5e-4
+"""Nats: log-probs reach -10 and are rounded at each of 4 layers; those of another version are 0.05 away."""
 LONG = 120
 
 
@@ -119,7 +121,7 @@ def spans_of(turn: Turn) -> list[tuple[int, int, int]]:
 def assert_of(turn: Turn, whole: str, *, part: slice = slice(None)) -> None:
     """The log-probs are those of the trainer's merged weights."""
     expected = reference_logprobs(WHOLE[whole], turn, SamplingParams())
-    np.testing.assert_allclose(turn.behavior_logprobs[part], expected[part], atol=2e-4)
+    np.testing.assert_allclose(turn.behavior_logprobs[part], expected[part], atol=ATOL)
 
 
 def assert_not_of(turn: Turn, whole: str) -> None:
@@ -152,10 +154,10 @@ async def test_a_staged_version_is_scored_before_it_serves_and_serves_nobody_unt
     await rig.load("a")
     await rig.stage("a", version=8, pairs="a2")
     np.testing.assert_allclose(
-        await rig.desk.score(ids, name="a", policy_version=8), expected_scores("a2", ids), atol=2e-4
+        await rig.desk.score(ids, name="a", policy_version=8), expected_scores("a2", ids), atol=ATOL
     )
-    np.testing.assert_allclose(await rig.desk.score(ids, name="a"), expected_scores("a", ids), atol=2e-4)
-    np.testing.assert_allclose(await rig.engine.score(ids), expected_scores("", ids), atol=2e-4)
+    np.testing.assert_allclose(await rig.desk.score(ids, name="a"), expected_scores("a", ids), atol=ATOL)
+    np.testing.assert_allclose(await rig.engine.score(ids), expected_scores("", ids), atol=ATOL)
     assert_of(await rig.engine.generate(asks("a", "r", prompt_of(12))), "a")
     rig.desk.forget("a")
     with pytest.raises(ModelError, match="policy version 8 of adapter 'a' is not staged"):
