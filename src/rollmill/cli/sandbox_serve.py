@@ -201,6 +201,7 @@ async def _serve(
     from rollmill.sandboxes.service import Node, serve_node
     from rollmill.sandboxes.service.law import left_behind
     from rollmill.sandboxes.service.moving import move_to_disk
+    from rollmill.sandboxes.service.room import Room, room_of
     from rollmill.sandboxes.service.stock import PooledStock
     from rollmill.sandboxes.tally import SandboxTally
     from rollmill.sandboxes.watchdog import GuardSettings, NodeGuard, NodeReader
@@ -212,6 +213,7 @@ async def _serve(
         stop = stack.enter_context(stop_on_signals())
         provider = await stack.enter_async_context(provider_of(backend, observer=tally))
         watchdog = await stack.enter_async_context(_watchdog(provider, backend)) if watched else None
+        max_running = settings.max_sandboxes + sum(ready.values())
 
         async def to_disk(count: int) -> int:
             return await move_to_disk(node, count)
@@ -219,7 +221,7 @@ async def _serve(
         pool = _pool(
             provider,
             settings=settings,
-            ready=sum(ready.values()),
+            running=max_running,
             max_starting=max_starting,
             tally=tally,
             pressure=NodePressure(disks).sample,
@@ -246,7 +248,10 @@ async def _serve(
             )
             return SandboxMetrics(lambda: figures).render()
 
-        await serve_node(node, listen=where, stop=stop, on_bound=announce, metrics=metrics)
+        def room() -> Room:
+            return room_of(pool.statistics(), guard.statistics(), max_running=max_running)
+
+        await serve_node(node, listen=where, stop=stop, on_bound=announce, metrics=metrics, room=room)
 
 
 def _keeps_on_disk(backend: Any) -> bool:
@@ -268,7 +273,7 @@ def _pool(
     provider: Provider,
     *,
     settings: ServiceSettings,
-    ready: int,
+    running: int,
     max_starting: int,
     tally: SandboxTally,
     pressure: Sample,
@@ -279,7 +284,7 @@ def _pool(
 
     admission = AdmissionSettings(
         max_starting=max_starting,
-        max_running=settings.max_sandboxes + ready,
+        max_running=running,
         max_suspended=settings.max_sandboxes,
         deadline_s=settings.create_s,
         pressure=on_pressure,

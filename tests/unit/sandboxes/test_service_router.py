@@ -8,16 +8,31 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import httpx2
+import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from rollmill.clock import VirtualClock
 from rollmill.errors import ConfigError
+from rollmill.sandboxes.admission.records import PoolStatistics
 from rollmill.sandboxes.service.app import ServiceApp
-from rollmill.sandboxes.service.fleet_law import NodeState, merged, order_of
+from rollmill.sandboxes.service.fleet_law import (
+    NodeState,
+    Standing,
+    merged,
+    order_of,
+    outcome_of,
+    spread_of,
+    state_of,
+    why_none,
+)
 from rollmill.sandboxes.service.node import Node
+from rollmill.sandboxes.service.room import Room, room_of
 from rollmill.sandboxes.service.router import Fleet, FleetSettings, RouterApp
 from rollmill.sandboxes.service.settings import ServiceSettings
 from rollmill.sandboxes.service.templates import Template
+from rollmill.sandboxes.watchdog.records import GuardStatistics, NodeReading
 from rollmill.testing import FakeSandboxProvider, run_virtual
 
 TOKEN = "sesame-open-sesame"
@@ -41,10 +56,14 @@ class Cut(httpx2.AsyncBaseTransport):
 class World:
     def __init__(self, client: httpx2.AsyncClient, fleet: Fleet, nodes: dict[str, Node], ways: dict[str, Cut]) -> None:
         self.client, self.fleet, self.nodes, self.ways = client, fleet, nodes, ways
+        self.rooms = {url: Room() for url in nodes}
 
     async def create(self, **headers: str) -> httpx2.Response:
         body = {"templateID": "base", "metadata": {"of": "test"}}
         return await self.client.post("/v2/sandboxes", json=body, headers={**KEY, **headers})
+
+    async def nodes_health(self, url: str) -> httpx2.Response:
+        return await self.fleet.client.get(f"{url}/health")
 
     def counts(self) -> dict[str, int]:
         return {url: len(node.all()) for url, node in self.nodes.items()}
@@ -61,12 +80,16 @@ def fleet(scenario: Callable[[World], Awaitable[Any]], *, most: tuple[int, int] 
                 provider = FakeSandboxProvider(start_s=0.5)
                 node = Node(provider, settings=settings, templates={"base": Template()}, clock=clock)
                 nodes[url] = await stack.enter_async_context(node)
-            ways = {url: Cut(httpx2.ASGITransport(ServiceApp(node, token=TOKEN))) for url, node in nodes.items()}
+            apps = {url: ServiceApp(node, token=TOKEN, room=lambda url=url: rooms[url]) for url, node in nodes.items()}
+            ways = {url: Cut(httpx2.ASGITransport(app)) for url, app in apps.items()}
+            rooms: dict[str, Room] = dict.fromkeys(nodes, Room())
             inner = httpx2.AsyncClient(mounts=dict(ways))
             one = await stack.enter_async_context(Fleet(FleetSettings(nodes=(A, B)), client=inner))
             transport = httpx2.ASGITransport(RouterApp(one))
             async with httpx2.AsyncClient(transport=transport, base_url="http://fleet") as client:
-                await scenario(World(client, one, nodes, ways))
+                world = World(client, one, nodes, ways)
+                world.rooms = rooms
+                await scenario(world)
 
     run_virtual(main(), clock=clock)
 
@@ -174,6 +197,169 @@ def test_a_lost_node_is_passed_over_and_taken_again_when_it_answers():
         assert (await world.client.get("/v2/sandboxes", headers=KEY)).status_code == 503
 
     fleet(scenario)
+
+
+def test_a_node_whose_guard_has_closed_admission_gets_nothing_until_it_opens():
+    async def scenario(world: World) -> None:
+        world.rooms[B] = Room(admitting=False, why="4.0% of the memory is left (memory_free: 0.1)")
+        await asyncio.sleep(2.5)
+        assert [(await world.create()).status_code for _ in range(3)] == [201] * 3
+        assert world.counts() == {A: 3, B: 0}  # B has twice the places
+        world.rooms[A] = Room(admitting=False, why="stopped by its pool")
+        await asyncio.sleep(2.5)
+        refused = await world.create()
+        assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
+        assert "http://b: 4.0% of the memory is left" in refused.json()["message"]
+        assert "2 closed" in refused.json()["message"]
+        world.rooms[B] = Room()
+        await asyncio.sleep(2.5)
+        assert (await world.create()).status_code == 201
+        assert world.counts() == {A: 3, B: 1}
+
+    fleet(scenario, most=(5, 10))
+
+
+def test_the_page_for_prometheus_counts_calls_by_node_and_outcome():
+    async def scenario(world: World) -> None:
+        assert [(await world.create()).status_code for _ in range(4)] == [201, 201, 201, 429]
+        world.ways[A].cut = True
+        await asyncio.sleep(2.5)
+        await world.client.get("/v2/sandboxes")  # without a token
+        page = (await world.client.get("/metrics")).text
+        for line in (
+            'rollmill_sandbox_router_requests_total{node="http://a",outcome="done"} 1.0',
+            'rollmill_sandbox_router_requests_total{node="http://b",outcome="done"} 2.0',
+            'rollmill_sandbox_router_requests_total{node="http://b",outcome="refused"} 1.0',
+            "rollmill_sandbox_router_unplaced_total 1.0",
+            'rollmill_sandbox_router_nodes{state="full"} 1.0',
+            'rollmill_sandbox_router_nodes{state="lost"} 1.0',
+            'rollmill_sandbox_router_node_sandboxes{node="http://b"} 2.0',
+            "rollmill_sandbox_router_spread 0.0",
+        ):
+            assert line in page.splitlines(), page
+
+    fleet(scenario, most=(1, 2))
+
+
+def test_a_node_tells_a_router_what_its_pool_and_its_guard_know():
+    async def scenario(world: World) -> None:
+        world.rooms[A] = Room(ready=2, starting_free=1, running_free=7, memory_free=0.5, disk_free=0.25)
+        told = (await world.nodes_health(A)).json()
+        assert (told["sandboxes"], told["most"], told["starting"]) == (0, 10, 0)
+        assert state_of(A, told).room == world.rooms[A]
+
+    fleet(scenario)
+
+
+def test_an_older_node_and_a_newer_one_are_understood_and_nonsense_is_not():
+    old = state_of("a", {"version": "0", "sandboxes": 3, "most": 9})
+    assert (old.free, old.headroom, old.waits, old.standing) == (6, 1.0, False, Standing.OPEN)
+    assert state_of("a", {"sandboxes": 3, "most": 9, "room": {"of_tomorrow": 1, "ready": 2}}).room.ready == 2
+    with pytest.raises(ValueError, match="int"):
+        state_of("a", {"sandboxes": "many", "most": 9})
+
+
+def pool_with(**changes: Any) -> PoolStatistics:
+    zeros = dict.fromkeys(PoolStatistics.__struct_fields__, 0)
+    empty = {name: {} for name in ("places", "waiting", "breakers", "failures", "refused")}
+    return PoolStatistics(**{**zeros, **empty, "stopped": "", "last_failure": "", "templates": (), **changes})
+
+
+def test_room_is_what_budgets_leave_and_who_closed_admission_is_named():
+    pool = pool_with(places={"starting": 3, "pooled": 2, "running": 5, "suspended": 9}, starting_cap=4)
+    guard = GuardStatistics(reading=NodeReading(memory_free=0.5, disk_free=0.75))
+    assert room_of(pool, guard, max_running=8) == Room(
+        ready=2, starting_free=1, running_free=3, memory_free=0.5, disk_free=0.75
+    )
+    closed = room_of(pool, GuardStatistics(admitting=False, why="no memory"), max_running=8)
+    assert (closed.admitting, closed.why) == (False, "no memory")
+    assert room_of(pool_with(stopped="by pressure"), None, max_running=8).why == "by pressure"
+    assert "breaker_failures" in room_of(pool_with(breakers={"provider": "open"}), None, max_running=8).why
+    assert room_of(None, None, max_running=8) == Room()
+
+
+def test_free_places_are_weighed_by_the_scarcer_of_memory_and_disk():
+    def node(url: str, sandboxes: int, **room: Any) -> NodeState:
+        return NodeState(url=url, reachable=True, sandboxes=sandboxes, most=10, room=Room(**room))
+
+    # 10 * 0.2 = 2, 6 * 0.5 = 3, 4 * 1 = 4, and one that would wait for a start.
+    nodes = [node("a", 0, memory_free=0.2), node("b", 4, disk_free=0.5), node("c", 6), node("d", 0, starting_free=0)]
+    assert order_of(nodes) == ("c", "b", "a", "d")
+    assert NodeState(url="e", sandboxes=2, most=10, starting=3, promised=1, room=Room(running_free=5)).free == 2
+
+
+def test_who_gets_nothing_is_told_how_the_nodes_stand():
+    nodes = [NodeState(url="a", reachable=True), NodeState(url="b")]
+    assert why_none(nodes) == "no node of the fleet has room for another sandbox (1 full, 1 lost)"
+
+
+rooms = st.builds(
+    Room,
+    admitting=st.booleans(),
+    why=st.just("why"),
+    ready=st.integers(0, 3),
+    starting_free=st.none() | st.integers(0, 5),
+    running_free=st.none() | st.integers(0, 20),
+    memory_free=st.none() | st.floats(0, 1),
+    disk_free=st.none() | st.floats(0, 1),
+)
+counts = st.integers(0, 20)
+states = st.builds(
+    NodeState,
+    url=st.sampled_from("abcdef"),
+    reachable=st.booleans(),
+    sandboxes=counts,
+    most=counts,
+    starting=counts,
+    promised=counts,
+    room=rooms,
+)
+fleets = st.lists(states, max_size=6, unique_by=lambda state: state.url)
+
+
+@given(fleets)
+def test_only_nodes_that_answer_admit_and_have_room_are_tried_and_the_order_is_theirs_alone(nodes):
+    order = order_of(nodes)
+    assert set(order) == {one.url for one in nodes if one.reachable and one.room.admitting and one.free > 0}
+    assert order_of(nodes[::-1]) == order
+    assert spread_of(nodes) >= 0.0
+
+
+@given(fleets, st.data())
+def test_more_room_never_moves_a_node_back(nodes, data):
+    order = order_of(nodes)
+    if not order:
+        return
+    url = data.draw(st.sampled_from(order))
+    place = next(number for number, one in enumerate(nodes) if one.url == url)
+    better = msgspec.structs.replace(nodes[place], most=nodes[place].most + data.draw(st.integers(1, 9)))
+    room = msgspec.structs.replace(better.room, ready=better.room.ready + 1, memory_free=None, disk_free=None)
+    changed = [*nodes[:place], msgspec.structs.replace(better, room=room), *nodes[place + 1 :]]
+    assert order_of(changed).index(url) <= order.index(url)
+
+
+@given(states, st.lists(st.sampled_from(["promise", "made", "failed"]), max_size=40))
+def test_between_two_answers_a_node_is_never_promised_more_than_it_said_it_had(state, steps):
+    """What was free at the answer bounds what is under way and what was made since."""
+    start = msgspec.structs.replace(state, reachable=True, promised=0)
+    known = Fleet(FleetSettings(nodes=("http://a",)))
+    known.states["http://a"] = msgspec.structs.replace(start, url="http://a")
+    made = 0
+    for step in steps:
+        now = known.states["http://a"]
+        if step == "promise" and order_of([now]):
+            known._promise("http://a", 1)
+        elif step != "promise" and now.promised:
+            if step == "made":
+                known.took("http://a")
+                made += 1
+            known._promise("http://a", -1)
+        assert made + known.states["http://a"].promised <= max(0, start.free) + start.starting
+
+
+@pytest.mark.parametrize(("status", "outcome"), [(204, "done"), (404, "refused"), (429, "no_room"), (500, "failed")])
+def test_the_outcome_of_a_call(status, outcome):
+    assert outcome_of(status) == outcome
 
 
 def test_the_emptiest_node_comes_first_and_promises_count():

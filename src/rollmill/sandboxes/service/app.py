@@ -30,6 +30,7 @@ from rollmill.sandboxes.service.file_face import FileFace
 from rollmill.sandboxes.service.law import HttpProblem
 from rollmill.sandboxes.service.node import Node
 from rollmill.sandboxes.service.process_face import ProcessFace
+from rollmill.sandboxes.service.room import Room
 
 
 class ServiceApp(Starlette):
@@ -40,6 +41,7 @@ class ServiceApp(Starlette):
         token: of the control API.
         domain: what callers are told to reach sandboxes by, `None` where they name the address themselves.
         metrics: makes the page for Prometheus; `None`: there is none.
+        room: tells what there is room for, for routers; `None`: its places are all that is known.
     """
 
     def __init__(
@@ -49,8 +51,9 @@ class ServiceApp(Starlette):
         token: str,
         domain: str | None = None,
         metrics: Callable[[], Awaitable[bytes]] | None = None,
+        room: Callable[[], Room] | None = None,
     ) -> None:
-        self._node, self._metrics = node, metrics
+        self._node, self._metrics, self._room = node, metrics, room
         control = ControlFace(node, token=token, domain=domain)
         super().__init__(
             routes=[
@@ -72,8 +75,13 @@ class ServiceApp(Starlette):
     async def _health(self, request: Request) -> Response:
         sandbox_id = sandbox_id_of(request)
         if not sandbox_id:
-            most, count = self._node.settings.max_sandboxes, len(self._node.all())
-            document = {"version": rollmill.__version__, "sandboxes": count, "most": most}
+            document = {
+                "version": rollmill.__version__,
+                "sandboxes": len(self._node.all()),
+                "most": self._node.settings.max_sandboxes,
+                "starting": self._node.starting,
+                "room": msgspec.to_builtins(Room() if self._room is None else self._room()),
+            }
             return Response(msgspec.json.encode(document), media_type="application/json")
         await self._node.check_runs(sandbox_id)
         return Response(status_code=204)

@@ -120,6 +120,11 @@ class Node:
         self._running.add(task)
         task.add_done_callback(self._running.discard)
 
+    @property
+    def starting(self) -> int:
+        """Return how many are being made."""
+        return self._starting
+
     # -- what there is -----------------------------------------------------------------------------------------------
 
     def all(self) -> dict[str, Served]:

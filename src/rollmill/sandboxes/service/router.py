@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -26,12 +26,22 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from rollmill.errors import ConfigError, MissingExtraError, RollmillError
+from rollmill.sandboxes.metrics import CONTENT_TYPE
 from rollmill.sandboxes.records import Record
 from rollmill.sandboxes.service.answers import http_answer
 from rollmill.sandboxes.service.exchange import body_of, sandbox_id_of
-from rollmill.sandboxes.service.fleet_law import NodeState, merged, order_of
+from rollmill.sandboxes.service.fleet_law import (
+    TRY_ANOTHER,
+    NodeState,
+    merged,
+    order_of,
+    outcome_of,
+    state_of,
+    why_none,
+)
 from rollmill.sandboxes.service.law import HttpProblem, limit_of
 from rollmill.sandboxes.service.problems import gone
+from rollmill.sandboxes.service.router_metrics import router_page
 from rollmill.sandboxes.service.settings import ServiceSettings
 
 if TYPE_CHECKING:
@@ -52,7 +62,6 @@ _OWN_HEADERS = frozenset(
     }
 )
 _REMEMBERED = 100_000
-_TRY_ANOTHER = (429, 503)
 
 
 class FleetSettings(Record, frozen=True, kw_only=True):
@@ -91,12 +100,19 @@ class Fleet:
     Args:
         settings: which nodes.
         client: in place of one of its own, for tests.
+
+    Attributes:
+        states: of the nodes, by address.
+        calls: that were passed on, by node and outcome.
+        unplaced: creations that no node took.
     """
 
     def __init__(self, settings: FleetSettings, *, client: httpx.AsyncClient | None = None) -> None:
         self._settings = settings
         self._client = client
         self.states = {url: NodeState(url=url) for url in settings.nodes}
+        self.calls: Counter[tuple[str, str]] = Counter()
+        self.unplaced = 0
         self._where: OrderedDict[str, str] = OrderedDict()
         self._asking: asyncio.Task[None] | None = None
 
@@ -135,10 +151,8 @@ class Fleet:
         try:
             async with asyncio.timeout(self._settings.ask_s):
                 health = (await self.client.get(f"{url}/health")).json()
-            now = NodeState(
-                url=url, reachable=True, sandboxes=health["sandboxes"], most=health["most"], promised=before.promised
-            )
-        except (TimeoutError, ValueError, KeyError, TypeError, *_failures()) as error:
+            now = state_of(url, health)
+        except (TimeoutError, ValueError, KeyError, TypeError, AttributeError, *_failures()) as error:
             if before.reachable:
                 _log.warning("the node %s does not answer: %r", url, error)
             now = msgspec.structs.replace(before, reachable=False)
@@ -156,6 +170,15 @@ class Fleet:
     def _promise(self, url: str, change: int) -> None:
         state = self.states[url]
         self.states[url] = msgspec.structs.replace(state, promised=state.promised + change)
+
+    def took(self, url: str) -> None:
+        """Count a sandbox that a node made, until it is asked again."""
+        state = self.states[url]
+        left = state.room.running_free
+        room = msgspec.structs.replace(state.room, running_free=None if left is None else max(0, left - 1))
+        self.states[url] = msgspec.structs.replace(
+            state, sandboxes=state.sandboxes + 1, starting=max(0, state.starting - 1), room=room
+        )
 
     def remember(self, sandbox_id: str, url: str) -> None:
         """Note where a sandbox is."""
@@ -221,6 +244,7 @@ class RouterApp(Starlette):
         every = ["GET", "POST", "PUT", "DELETE", "PATCH"]
         table: list[tuple[list[str], str, Callable[[Request], Awaitable[Response]]]] = [
             (["GET"], "/health", self._health),
+            (["GET"], "/metrics", self._metrics),
             (["POST"], "/sandboxes", self._create),
             (["POST"], "/v2/sandboxes", self._create),
             (["GET"], "/sandboxes", self._list),
@@ -288,7 +312,9 @@ class RouterApp(Starlette):
         try:
             answer = await client.send(call, stream=True)
         except _failures() as error:
+            self._fleet.calls[url, "unreachable"] += 1
             raise HttpProblem(503, f"the node {url} does not answer: {error!r}", after_s=1.0) from error
+        self._fleet.calls[url, outcome_of(answer.status_code)] += 1
         passed = StreamingResponse(_pieces(answer), status_code=answer.status_code)
         passed.raw_headers = [
             (name.lower().encode("latin-1"), value.encode("latin-1"))
@@ -303,9 +329,7 @@ class RouterApp(Starlette):
         """Make a sandbox where most room is; a node that refuses for want of room is followed by the next."""
         body = await body_of(request, max_bytes=self._settings.max_body_bytes, wait_s=self._settings.body_s)
         order = order_of(self._fleet.states.values(), key=request.headers.get("idempotency-key", ""))
-        refusal: Response = http_answer(
-            HttpProblem(429, "no node of the fleet has room for another sandbox", after_s=1.0)
-        )
+        refusal: Response = http_answer(HttpProblem(429, why_none(self._fleet.states.values()), after_s=1.0))
         for url in order:
             with self._fleet.promised(url):
                 try:
@@ -313,17 +337,17 @@ class RouterApp(Starlette):
                 except HttpProblem as error:
                     refusal = http_answer(error)
                     continue
-            if answer.status_code not in _TRY_ANOTHER:
+            if answer.status_code not in TRY_ANOTHER:
                 self._note(answer, url)
                 return answer
             refusal = answer
+        self._fleet.unplaced += 1
         return refusal
 
     def _note(self, answer: Response, url: str) -> None:
         if answer.status_code == 201:
             self._fleet.remember(msgspec.json.decode(bytes(answer.body))["sandboxID"], url)
-            state = self._fleet.states[url]
-            self._fleet.states[url] = msgspec.structs.replace(state, sandboxes=state.sandboxes + 1)
+            self._fleet.took(url)
 
     async def _whole(self, request: Request, url: str, body: bytes | None) -> Response:
         """Pass a call on, and return its whole answer."""
@@ -344,9 +368,14 @@ class RouterApp(Starlette):
         document = {
             "sandboxes": sum(state.sandboxes for state in states if state.reachable),
             "most": sum(state.most for state in states if state.reachable),
-            "nodes": [msgspec.to_builtins(state) for state in states],
+            "nodes": [{**msgspec.to_builtins(state), "standing": state.standing.value} for state in states],
         }
         return Response(msgspec.json.encode(document), media_type="application/json")
+
+    async def _metrics(self, request: Request) -> Response:
+        fleet = self._fleet
+        page = router_page(list(fleet.states.values()), calls=fleet.calls, unplaced=fleet.unplaced)
+        return Response(page, media_type=CONTENT_TYPE)
 
     async def _everywhere(self, request: Request) -> list[Response]:
         """Ask every node that answers the same; a refusal is the answer."""

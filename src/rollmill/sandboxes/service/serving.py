@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from rollmill.errors import ConfigError, MissingExtraError
 from rollmill.sandboxes.records import Record
 from rollmill.sandboxes.service.node import Node
+from rollmill.sandboxes.service.room import Room
 from rollmill.sandboxes.service.settings import ServiceSettings
 
 if TYPE_CHECKING:
@@ -106,6 +107,7 @@ async def serve_node(
     stop: asyncio.Event,
     on_bound: Callable[[str], None] | None = None,
     metrics: Callable[[], Awaitable[bytes]] | None = None,
+    room: Callable[[], Room] | None = None,
 ) -> None:
     """Serve a node until `stop` is set; its sandboxes are the node's to end.
 
@@ -115,6 +117,7 @@ async def serve_node(
         stop: ends it.
         on_bound: gets the URL once calls are answered.
         metrics: makes the page `/metrics`; without it there is none.
+        room: tells what there is room for, for routers.
 
     Raises:
         ConfigError: if the address cannot be bound.
@@ -126,7 +129,7 @@ async def serve_node(
     check_serving()
     from rollmill.sandboxes.service.app import ServiceApp
 
-    app = ServiceApp(node, token=listen.token, domain=listen.domain, metrics=metrics)
+    app = ServiceApp(node, token=listen.token, domain=listen.domain, metrics=metrics, room=room)
     await serve_app(app, host=listen.host, port=listen.port, settings=node.settings, stop=stop, on_bound=on_bound)
 
 

@@ -1,0 +1,80 @@
+"""What a router tells Prometheus of its fleet, from what it knows at this moment. Pure but for the client's types.
+
+The labels are nodes, states and outcomes: how many series there are depends on the fleet alone.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from rollmill.errors import MissingExtraError
+from rollmill.sandboxes.metrics import Kind
+from rollmill.sandboxes.service.fleet_law import NodeState, Standing, spread_of
+
+if TYPE_CHECKING:
+    from prometheus_client.core import Metric
+
+ROUTER_METRICS: dict[str, tuple[Kind, str]] = {
+    "rollmill_sandbox_router_requests_total": (
+        "counter",
+        "Calls passed on, by node and outcome: done, refused (the caller's fault), no_room (429 or 503), failed, "
+        "unreachable.",
+    ),
+    "rollmill_sandbox_router_unplaced_total": ("counter", "Creations that no node took."),
+    "rollmill_sandbox_router_nodes": (
+        "gauge",
+        "Nodes by state: open, full, closed (nothing may start there), lost (does not answer).",
+    ),
+    "rollmill_sandbox_router_node_sandboxes": ("gauge", "Sandboxes of a node, as it said last."),
+    "rollmill_sandbox_router_node_free": ("gauge", "For how many more a node has room; 0 where admission is closed."),
+    "rollmill_sandbox_router_spread": (
+        "gauge",
+        "Share of its places that the fullest answering node holds, less that of the emptiest: 0 is even.",
+    ),
+}
+"""Name -> kind and meaning, of everything that a router exports."""
+
+
+def router_page(states: Sequence[NodeState], *, calls: Mapping[tuple[str, str], int], unplaced: int) -> bytes:
+    """Return the page in Prometheus' text form.
+
+    Args:
+        states: of the nodes.
+        calls: that were passed on, by node and outcome.
+        unplaced: creations that no node took.
+
+    Raises:
+        MissingExtraError: if the Prometheus client is not installed.
+    """
+    try:
+        from prometheus_client import CollectorRegistry, generate_latest
+    except ImportError:
+        raise MissingExtraError(package="prometheus-client", purpose="/metrics", extra="serve") from None
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(_Page(states, calls, unplaced))
+    return generate_latest(registry)
+
+
+class _Page:
+    def __init__(self, states: Sequence[NodeState], calls: Mapping[tuple[str, str], int], unplaced: int) -> None:
+        standings = Counter(state.standing for state in states)
+        self._samples: dict[str, list[tuple[dict[str, str], float]]] = {
+            "requests_total": [({"node": node, "outcome": outcome}, count) for (node, outcome), count in calls.items()],
+            "unplaced_total": [({}, unplaced)],
+            "nodes": [({"state": one.value}, standings[one]) for one in Standing],
+            "node_sandboxes": [({"node": state.url}, state.sandboxes) for state in states if state.reachable],
+            "node_free": [({"node": state.url}, max(0, state.free)) for state in states if state.reachable],
+            "spread": [({}, spread_of(states))],
+        }
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the metrics; what the client's registry asks for."""
+        from prometheus_client.core import Metric
+
+        for name, (kind, text) in ROUTER_METRICS.items():
+            metric = Metric(name.removesuffix("_total"), text, kind)
+            for labels, value in self._samples[name.removeprefix("rollmill_sandbox_router_")]:
+                metric.add_sample(name, labels, value)
+            yield metric
