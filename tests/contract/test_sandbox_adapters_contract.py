@@ -86,6 +86,10 @@ def test_what_a_backend_cannot_do_is_refused_by_the_capabilitys_name_and_harms_n
             "fork": lambda: sandbox.fork([new_id()], lease=Lease(owner="test")),
             "terminals": lambda: sandbox.start_process(["true"], pty=(24, 80)),
             "pause": sandbox.pause,
+            "pause_files": lambda: sandbox.pause(keep_memory=False),
+            "full_snapshot": lambda: sandbox.snapshot(id=new_id(), full=True),
+            "live_fork": lambda: sandbox.fork([new_id()], lease=Lease(owner="test"), full=True),
+            "expose": lambda: sandbox.expose(8080),
             "fast_python": lambda: sandbox.run_python("print(1)"),
         }
         for capability, call in calls.items():

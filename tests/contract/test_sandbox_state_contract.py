@@ -20,7 +20,17 @@ from rollmill.errors import (
     SandboxIdInUse,
     SandboxUnsupported,
 )
-from rollmill.sandboxes import DeathReason, Lease, Provider, Sandbox, SandboxSpec, SandboxState, SnapshotRef
+from rollmill.sandboxes import (
+    DeathReason,
+    Lease,
+    Provider,
+    Sandbox,
+    SandboxSpec,
+    SandboxState,
+    SnapshotRef,
+)
+from rollmill.sandboxes.records import Address
+from rollmill.testing import FakeSandbox
 from sandbox_builders import LIMITS, SPEC, FakeRig, Rig, new_id, real_rig, start, until, why_no_namespaces
 
 LEASE = Lease(owner="test", ttl_s=300.0)
@@ -586,5 +596,178 @@ def test_a_sandbox_can_be_ended_while_its_snapshot_is_taken(rig):
             assert end_of_it.reason is DeathReason.RELEASED
             await asyncio.gather(taking, return_exceptions=True)
             await provider.delete_snapshots([one.snapshot_id for one in await provider.snapshots()])
+
+    rig.run(body)
+
+
+# -- without memory, with processes, from outside ----------------------------------------------------------------------
+
+
+def test_a_pause_without_memory_ends_what_runs_and_keeps_the_files(rig):
+    async def body(provider: Provider) -> None:
+        sandbox = await start(provider)
+        await sandbox.write("/root/kept", b"1")
+        if not (await provider.capabilities()).pause_files:
+            with pytest.raises(SandboxUnsupported, match="backends that have it: namespaces, gvisor") as raised:
+                await sandbox.pause(keep_memory=False)
+            assert raised.value.capability == "pause_files"
+            assert await sandbox.read("/root/kept") == b"1"
+            await end(sandbox)
+            return
+        process = await sandbox.start_process(["sleep", "300"])
+        await sandbox.pause(keep_memory=False)
+        await sandbox.pause(keep_memory=False)
+        assert sandbox.state is SandboxState.PAUSED
+        assert (await process.wait()).exit_code == -signal.SIGKILL
+        with pytest.raises(SandboxError, match="is paused"):
+            await sandbox.exec(["true"])
+        with pytest.raises(SandboxError, match="is paused"):
+            await sandbox.snapshot(id=new_id())
+        usage = await sandbox.usage()
+        assert usage.disk_bytes is not None
+        assert usage.disk_bytes >= 1
+        await sandbox.renew(LEASE)
+        await sandbox.resume()
+        await sandbox.resume()
+        assert await sandbox.read("/root/kept") == b"1"
+        assert (await sandbox.exec(["true"])).exit_code == 0
+        await sandbox.write("/root/more", b"2")
+        await sandbox.pause(keep_memory=False)
+        await sandbox.resume()
+        assert [await sandbox.read(one) for one in ("/root/kept", "/root/more")] == [b"1", b"2"]
+        await end(sandbox)
+
+    rig.run(body)
+
+
+def test_a_sandbox_that_is_paused_without_memory_can_end_in_every_way(rig):
+    async def body(provider: Provider) -> None:
+        if not (await provider.capabilities()).pause_files:
+            return
+        killed, expired = await start(provider), await start(provider)
+        for one in (killed, expired):
+            await one.pause(keep_memory=False)
+        assert (await killed.kill()).reason is DeathReason.RELEASED
+        await expired.renew(Lease(owner="test", ttl_s=0.05))
+        await until(lambda: expired.death is not None)
+        assert expired.death is not None
+        assert expired.death.reason is DeathReason.LEASE_EXPIRED
+        with pytest.raises(SandboxDead):
+            await expired.resume()
+        alive = {one.sandbox_id for one in await provider.list() if one.death is None}
+        assert alive & {killed.id, expired.id} == set()
+        for delay in (0.0, 0.005, 0.02):
+            sandbox = await start(provider)
+            pausing = asyncio.ensure_future(sandbox.pause(keep_memory=False))
+            await asyncio.sleep(delay)
+            assert (await sandbox.kill()).reason is DeathReason.RELEASED
+            await asyncio.gather(pausing, return_exceptions=True)
+            sandbox = await start(provider)
+            await sandbox.pause(keep_memory=False)
+            waking = asyncio.ensure_future(sandbox.resume())
+            await asyncio.sleep(delay)
+            assert (await sandbox.kill()).reason is DeathReason.RELEASED
+            await asyncio.gather(waking, return_exceptions=True)
+
+    rig.run(body)
+
+
+def test_a_full_snapshot_goes_on_where_it_was_taken_or_is_refused_with_who_has_it(rig):
+    async def body(provider: Provider) -> None:
+        has = await provider.capabilities()
+        sandbox = await start(provider)
+        with pytest.raises(SandboxError, match="leave one of the two out"):
+            await sandbox.snapshot(id=new_id(), full=True, stop_processes=True)
+        if not has.full_snapshot:
+            for call in (
+                lambda: sandbox.snapshot(id=new_id(), full=True),
+                lambda: sandbox.fork([new_id()], lease=LEASE, full=True),
+            ):
+                with pytest.raises(SandboxUnsupported, match=r"backends that have it: gvisor \(as root\), qemu"):
+                    await call()
+            await end(sandbox)
+            return
+        count = "i=0; while :; do i=$((i+1)); echo $i >/root/count; sleep 0.05; done"
+        await sandbox.start_process(["sh", "-c", count])
+        await asyncio.sleep(0.5)
+        ref = await sandbox.snapshot(id=new_id(), full=True)
+        assert ref.full
+        copy = await restored(provider, ref)
+        first = int(await copy.read("/root/count"))
+        await asyncio.sleep(0.5)
+        assert int(await copy.read("/root/count")) > first > 0
+        (fork,) = await copy.fork([new_id()], lease=LEASE, full=True)
+        first = int(await fork.read("/root/count"))
+        await asyncio.sleep(0.5)
+        assert int(await fork.read("/root/count")) > first
+        await end(sandbox, copy, fork)
+        await provider.delete_snapshots([one.snapshot_id for one in await provider.snapshots()])
+
+    rig.run(body)
+
+
+SERVER = """
+import socket
+listening = socket.create_server(("127.0.0.1", 8080))
+print("ready", flush=True)
+while True:
+    way, _ = listening.accept()
+    with way:
+        parts = []
+        while piece := way.recv(65536):
+            parts.append(piece)
+        way.sendall(b"".join(parts)[::-1])
+"""
+
+
+def test_a_port_inside_is_reached_from_outside_where_the_backend_can(rig):
+    async def body(provider: Provider) -> None:
+        sandbox = await start(provider)
+        with pytest.raises(SandboxError, match="port 0 cannot be"):
+            await sandbox.expose(0)
+        python = (await sandbox.exec(["python3", "-c", ""])).exit_code == 0
+        if not ((await provider.capabilities()).expose and python):
+            with pytest.raises(SandboxUnsupported, match="backends that have it: namespaces"):
+                await sandbox.expose(8080)
+            await end(sandbox)
+            return
+        server = await sandbox.start_process(["python3", "-c", SERVER])
+        assert await anext(aiter(server.output())) == ("stdout", b"ready\n")
+        address = await sandbox.expose(8080)
+        assert await sandbox.expose(8080) == address
+        said = bytes(range(256)) * 4000
+        answers = await asyncio.gather(*(_asked(address, said) for _ in range(3)))
+        assert answers == [said[::-1]] * 3
+        closed = await sandbox.expose(8081)  # nobody listens there
+        with pytest.raises(ConnectionError):
+            await _asked(closed, b"x")
+        await sandbox.kill()
+        with pytest.raises(ConnectionError):
+            await _asked(address, b"x")
+
+    rig.run(body)
+
+
+async def _asked(address: Address, said: bytes) -> bytes:
+    reader, writer = await asyncio.open_connection(address.host, address.port)
+    try:
+        writer.write(said)
+        writer.write_eof()
+        return await asyncio.wait_for(reader.read(), 60.0)
+    finally:
+        writer.close()
+
+
+def test_a_sandbox_says_that_it_is_being_forked(rig):
+    async def body(provider: Provider) -> None:
+        sandbox = await start(provider)
+        forking = asyncio.ensure_future(sandbox.fork([new_id(), new_id()], lease=LEASE))
+        seen = set()
+        while not forking.done():
+            seen.add(sandbox.state)
+            await asyncio.sleep(0)
+        assert isinstance(sandbox, FakeSandbox) or SandboxState.FORKING in seen
+        assert SandboxState.SNAPSHOTTING not in seen
+        await end(sandbox, *await forking)
 
     rig.run(body)

@@ -108,6 +108,20 @@ def test_sandboxes_of_another_process_are_listed_and_can_be_killed(tmp_path):
         rig.run(body)
 
 
+def test_a_sandbox_that_sleeps_without_processes_can_be_killed_from_another_process(tmp_path):
+    async def body(provider: Provider) -> None:
+        sandbox = await start(provider, id="asleep")
+        await sandbox.pause(keep_memory=False)
+        killed = await _in_thread("kill", "asleep", directory=tmp_path)
+        assert (killed.returncode, killed.stdout) == (0, b"ended asleep\n")
+        await until(lambda: sandbox.death is not None)
+        assert sandbox.death is not None
+        assert sandbox.death.reason.value == "killed_by_operator"
+
+    with real_rig(tmp_path) as rig:
+        rig.run(body)
+
+
 async def _in_thread(*arguments: str, directory: Path) -> subprocess.CompletedProcess[bytes]:
     return await asyncio.to_thread(command, *arguments, directory=directory)
 

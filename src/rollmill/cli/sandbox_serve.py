@@ -238,10 +238,11 @@ async def _serve(
         guard = await stack.enter_async_context(NodeGuard(pool, reader=NodeReader(disks), settings=bounds))
 
         async def metrics() -> bytes:
+            waiting = pool.statistics()
             figures = SandboxFigures(
-                states=count_states(await provider.list()),
+                states=count_states(await provider.list(), queued=waiting.queued),
                 tally=tally.statistics(),
-                pool=pool.statistics(),
+                pool=waiting,
                 watchdog=None if watchdog is None else watchdog.statistics(),
                 guard=guard.statistics(),
                 reaper=await asyncio.to_thread(provider.trash),

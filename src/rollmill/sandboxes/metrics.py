@@ -138,9 +138,15 @@ class SandboxFigures:
     reaper: ReaperStatistics | None = None
 
 
-def count_states(statuses: Iterable[SandboxStatus]) -> dict[SandboxState, int]:
-    """Return how many sandboxes live in each state, zeros included; the dead are counted by their reasons elsewhere."""
+def count_states(statuses: Iterable[SandboxStatus], *, queued: int = 0) -> dict[SandboxState, int]:
+    """Return how many sandboxes live in each state, zeros included; the dead are counted by their reasons elsewhere.
+
+    Args:
+        statuses: of a provider, which knows of none before its start.
+        queued: that wait for their start in the pool in front of it.
+    """
     counts = Counter(one.state for one in statuses)
+    counts[SandboxState.QUEUED] += queued
     return {state: counts[state] for state in SandboxState if state not in _DEAD}
 
 

@@ -13,6 +13,7 @@ from typing import Protocol
 from rollmill.errors import SandboxError
 from rollmill.sandboxes.isolation import IsolationLevel
 from rollmill.sandboxes.records import (
+    Address,
     Capabilities,
     Death,
     DeathReason,
@@ -30,7 +31,7 @@ from rollmill.sandboxes.records import (
 DEFAULT_OUTPUT_CAP_BYTES = 1024 * 1024
 DEFAULT_READ_BYTES = 64 * 1024 * 1024
 MOST_LINE_BYTES = 256 * 1024
-_MOST_ROWS = 65_535
+_MOST_16_BITS = 65_535
 
 
 def check_call(
@@ -71,14 +72,34 @@ def check_line(line: str, *, timeout_s: float | None, output_cap_bytes: int) -> 
         )
 
 
+def check_kept(*, full: bool, stop_processes: bool) -> None:
+    """Refuse a snapshot that is to keep what it stops.
+
+    Raises:
+        SandboxError: if both are wanted.
+    """
+    if full and stop_processes:
+        raise SandboxError("a full snapshot keeps what runs, and stop_processes ends it; leave one of the two out")
+
+
+def check_port(port: int) -> None:
+    """Refuse a port that cannot be.
+
+    Raises:
+        SandboxError: with what is wrong.
+    """
+    if not 0 < port <= _MOST_16_BITS:
+        raise SandboxError(f"port {port} cannot be; ports are from 1 to {_MOST_16_BITS}")
+
+
 def check_terminal(size: tuple[int, int] | None) -> None:
     """Refuse a terminal's size that none can have.
 
     Raises:
         SandboxError: with what is wrong.
     """
-    if size is not None and not (len(size) == 2 and all(0 < one <= _MOST_ROWS for one in size)):
-        raise SandboxError(f"a terminal of (rows, columns) {size} cannot be; both are from 1 to {_MOST_ROWS}")
+    if size is not None and not (len(size) == 2 and all(0 < one <= _MOST_16_BITS for one in size)):
+        raise SandboxError(f"a terminal of (rows, columns) {size} cannot be; both are from 1 to {_MOST_16_BITS}")
 
 
 class Process(Protocol):
@@ -359,23 +380,27 @@ class Sandbox(Protocol):
         """
         ...
 
-    async def snapshot(self, *, id: str, stop_processes: bool = False, end: bool = False) -> SnapshotRef:
+    async def snapshot(
+        self, *, id: str, stop_processes: bool = False, end: bool = False, full: bool = False
+    ) -> SnapshotRef:
         """Keep its files as they are now; it goes on with them, in a fresh first process.
 
         Files have one moment only while nothing writes to them. So nothing may run, sessions neither; what was in
         shared memory is gone, as after a restart. This returns when the files are safe; later calls wait until the
-        sandbox answers again.
+        sandbox answers again. With `full` everything is stopped for that moment, and goes on as if nothing had been.
 
         Args:
             id: chosen by the caller, good for one snapshot.
             stop_processes: kill what runs instead of refusing.
             end: end the sandbox instead of letting it go on, which is faster.
+            full: keep what runs too; it goes on in whatever is restored.
 
         Raises:
             SandboxBusy: if something runs; the message says what.
             SandboxRetryable: if the backend has no room for another snapshot.
             SandboxIdInUse: if there is a snapshot with this id.
-            SandboxUnsupported: if this backend keeps none.
+            SandboxUnsupported: if this backend keeps none, or with `full` no processes.
+            SandboxError: if what runs is to be both stopped and kept.
 
         Cancellation: it is carried through.
         """
@@ -388,11 +413,13 @@ class Sandbox(Protocol):
         lease: Lease,
         labels: Mapping[str, str] | None = None,
         stop_processes: bool = False,
+        full: bool = False,
     ) -> tuple[Sandbox, ...]:
-        """Make sandboxes with its files: all of them, or none and an error.
+        """Make sandboxes with its files, with `full` also with what runs in it: all of them, or none and an error.
 
         Raises:
             SandboxBusy: as with `snapshot`.
+            SandboxUnsupported: as with `snapshot`.
         """
         ...
 
@@ -404,16 +431,32 @@ class Sandbox(Protocol):
         """Return what it uses now."""
         ...
 
-    async def pause(self) -> None:
+    async def pause(self, *, keep_memory: bool = True) -> None:
         """Stop every process at once; until `resume` its programs and files answer nothing.
+
+        Args:
+            keep_memory: they stand still and go on later; else they are ended, their memory is given back, and the
+                files alone stay, as in a snapshot. A sandbox that is paused with its memory must be resumed before.
 
         Raises:
             SandboxUnsupported: if this backend or machine cannot.
+            SandboxRetryable: without memory, if there is no room for the files; it goes on.
         """
         ...
 
     async def resume(self) -> None:
-        """Let every process go on."""
+        """Let every process go on; without them, start anew with the files."""
+        ...
+
+    async def expose(self, port: int) -> Address:
+        """Return where a TCP port inside is reached; the same for the same port, until the sandbox ends.
+
+        Whoever can connect to that address reaches what listens there.
+
+        Raises:
+            SandboxUnsupported: if nothing inside can be reached from outside.
+            SandboxError: if there is no such port.
+        """
         ...
 
     async def kill(self, reason: DeathReason = DeathReason.RELEASED) -> Death:

@@ -236,6 +236,20 @@ class ExecResult(Record, frozen=True, kw_only=True):
         return self.stdout_bytes > len(self.stdout) or self.stderr_bytes > len(self.stderr)
 
 
+class Address(Record, frozen=True, kw_only=True):
+    """Where a port inside a sandbox is reached from outside.
+
+    Attributes:
+        host: name or number of the host.
+        port: on that host.
+        tls: whether it is reached by TLS alone.
+    """
+
+    host: str
+    port: int
+    tls: bool = False
+
+
 class Usage(Record, frozen=True, kw_only=True):
     """What a sandbox uses now; `None` where this machine does not count it."""
 
@@ -284,7 +298,9 @@ def check_words(group: str, words: Mapping[str, str]) -> None:
 
 
 class SnapshotRef(Record, frozen=True, kw_only=True):
-    """The files of a sandbox at one moment. They stay until the snapshot is deleted, whatever becomes of the sandbox.
+    """The files of a sandbox at one moment, and where `full` says so its processes.
+
+    They stay until the snapshot is deleted, whatever becomes of the sandbox.
 
     Attributes:
         snapshot_id: as chosen by whoever asked for it.
@@ -295,6 +311,7 @@ class SnapshotRef(Record, frozen=True, kw_only=True):
         depth: layers that it consists of.
         durable: whether it outlives the process that holds it; else it ends with its provider.
         created_wall_s: when, in seconds since the epoch.
+        full: whether the processes are in it too, and go on in whatever is restored.
     """
 
     snapshot_id: str
@@ -305,13 +322,15 @@ class SnapshotRef(Record, frozen=True, kw_only=True):
     depth: int = 1
     durable: bool = False
     created_wall_s: float = 0.0
+    full: bool = False
 
 
 class Capabilities(Record, frozen=True, kw_only=True):
     """What a backend can do; `limits` names the fields of `Limits` that it holds to.
 
     `files_snapshot` keeps files, `full_snapshot` processes too; `fork` makes sandboxes with the files of one that lives
-    on, `live_fork` with its processes.
+    on, `live_fork` with its processes. `pause` keeps memory, `pause_files` lets it go and keeps the files. `expose`
+    gives a port inside an address outside.
     """
 
     files_snapshot: bool = False
@@ -319,6 +338,8 @@ class Capabilities(Record, frozen=True, kw_only=True):
     full_snapshot: bool = False
     live_fork: bool = False
     pause: bool = False
+    pause_files: bool = False
+    expose: bool = False
     extend_ttl: bool = False
     labels: bool = False
     idempotent_create: bool = False

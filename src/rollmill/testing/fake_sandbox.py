@@ -15,11 +15,20 @@ from rollmill.errors import (
     SandboxIdInUse,
     SandboxUnsupported,
 )
+from rollmill.sandboxes.capable import unsupported
 from rollmill.sandboxes.disk_records import check_id
 from rollmill.sandboxes.isolation import IsolationLevel, level_of
 from rollmill.sandboxes.lifecycle import dead_error, death
-from rollmill.sandboxes.protocol import DEFAULT_OUTPUT_CAP_BYTES, DEFAULT_READ_BYTES, check_call, check_terminal
+from rollmill.sandboxes.protocol import (
+    DEFAULT_OUTPUT_CAP_BYTES,
+    DEFAULT_READ_BYTES,
+    check_call,
+    check_kept,
+    check_port,
+    check_terminal,
+)
 from rollmill.sandboxes.records import (
+    Address,
     Death,
     DeathReason,
     ExecResult,
@@ -63,6 +72,7 @@ class FakeSandbox:
         self.tree = FakeFiles(spec.limits, like=files)
         self._sessions: list[FakeSession] = []
         self._state = SandboxState.STARTING
+        self.sleeps = False
         self._death: Death | None = None
         self._pids = itertools.count(2)
         self._running: set[FakeProcess] = set()
@@ -335,11 +345,23 @@ class FakeSandbox:
         self.check()
         self.tree.remove(path, recursive=recursive)
 
-    async def snapshot(self, *, id: str, stop_processes: bool = False, end: bool = False) -> SnapshotRef:
+    async def snapshot(
+        self, *, id: str, stop_processes: bool = False, end: bool = False, full: bool = False
+    ) -> SnapshotRef:
         """Keep its files as they are now."""
+        check_kept(full=full, stop_processes=stop_processes)
+        if full:
+            raise unsupported("a fake sandbox is kept as files", capability="full_snapshot")
         await self._provider.faults.reach("snapshot")
         self.check()
         check_id(id)
+        self._stop_all(stop_processes)
+        ref = self._provider.keep(self, id=id)
+        if end:
+            self.end(DeathReason.RELEASED)
+        return ref
+
+    def _stop_all(self, stop_processes: bool) -> None:
         running = [*self._running, *(one for one in self._sessions if one.alive)]
         if running and not stop_processes:
             raise SandboxBusy(f"{len(running)} processes or sessions run; have them stopped (stop_processes)")
@@ -348,10 +370,6 @@ class FakeSandbox:
         for one in self._sessions:
             one.end()
         self._sessions.clear()
-        ref = self._provider.keep(self, id=id)
-        if end:
-            self.end(DeathReason.RELEASED)
-        return ref
 
     async def fork(
         self,
@@ -360,8 +378,12 @@ class FakeSandbox:
         lease: Lease,
         labels: Mapping[str, str] | None = None,
         stop_processes: bool = False,
+        full: bool = False,
     ) -> tuple[FakeSandbox, ...]:
         """Make sandboxes with its files: all of them, or none."""
+        check_kept(full=full, stop_processes=stop_processes)
+        if full:
+            raise unsupported("a fake sandbox is forked as files", capability="live_fork")
         if len(set(ids)) != len(ids):
             raise SandboxIdInUse(f"the ids of a fork are not all different: {list(ids)}")
         ref = await self.snapshot(id=self._provider.fork_id(), stop_processes=stop_processes)
@@ -398,17 +420,26 @@ class FakeSandbox:
             processes=len(self._running) + 1,
         )
 
-    async def pause(self) -> None:
-        """Answer nothing from now on."""
+    async def pause(self, *, keep_memory: bool = True) -> None:
+        """Answer nothing from now on; without memory, what runs is ended."""
+        if not keep_memory and self.sleeps:
+            return
         self.check()
-        self._state = SandboxState.PAUSED
+        if not keep_memory:
+            self._stop_all(True)
+        self.sleeps, self._state = not keep_memory, SandboxState.PAUSED
+
+    async def expose(self, port: int) -> Address:
+        """Refuse: nothing listens inside."""
+        check_port(port)
+        raise unsupported("nothing listens in a fake sandbox", capability="expose")
 
     async def resume(self) -> None:
         """Answer again."""
         if self._death is not None:
             raise dead_error(self._id, self._death)
         if self._state is SandboxState.PAUSED:
-            self._state = SandboxState.READY
+            self.sleeps, self._state = False, SandboxState.READY
 
     async def kill(self, reason: DeathReason = DeathReason.RELEASED) -> Death:
         """End it."""

@@ -93,6 +93,7 @@ class FakeSandboxProvider:
         """Return what fakes can do."""
         return Capabilities(
             pause=True,
+            pause_files=True,
             extend_ttl=True,
             labels=True,
             idempotent_create=True,

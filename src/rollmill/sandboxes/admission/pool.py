@@ -209,8 +209,12 @@ class SandboxPool:
         if self._open and claim is not None and claim.ask is None:  # whoever is being given it finds out by itself
             self._hands.run(self._law.ended(sandbox.id, now_s=self._now_s()))
 
-    async def suspend(self, sandbox: Sandbox) -> None:
+    async def suspend(self, sandbox: Sandbox, *, keep_memory: bool = True) -> None:
         """Pause a sandbox and count it as suspended, so that others may run.
+
+        Args:
+            sandbox: which.
+            keep_memory: as with `Sandbox.pause`.
 
         Raises:
             SandboxNotAdmitted: if as many are suspended as may be.
@@ -219,7 +223,8 @@ class SandboxPool:
         self._law.may_pause(sandbox.id)
         done = False
         try:
-            await self._bounded(sandbox.pause(), what=f"sandbox {sandbox.id} was not paused, and counts as running,")
+            pausing = sandbox.pause() if keep_memory else sandbox.pause(keep_memory=False)
+            await self._bounded(pausing, what=f"sandbox {sandbox.id} was not paused, and counts as running,")
             done = True
         finally:
             self._hands.run(self._law.paused(sandbox.id, done=done, now_s=self._now_s()))

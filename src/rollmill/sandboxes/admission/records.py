@@ -217,3 +217,8 @@ class PoolStatistics(Record, frozen=True, kw_only=True):
     refused: Mapping[str, int]
     last_failure: str
     templates: tuple[TemplateStatistics, ...]
+
+    @property
+    def queued(self) -> int:
+        """Return how many callers wait for a start that has not begun."""
+        return sum(count for cause, count in self.waiting.items() if cause != Waiting.CREATION.value)

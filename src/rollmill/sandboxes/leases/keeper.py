@@ -221,7 +221,7 @@ class Keeper:
         async with self._in_time("renewal", row.sandbox_id):
             await (await self._provider.attach(row.sandbox_id)).renew(self._lease(row))
 
-    async def suspend(self, claim: Claim, *, keep_memory: bool = True) -> None:
+    async def suspend(self, claim: Claim, *, keep_memory: bool = True, full: bool = False) -> None:
         """Pause a rollout's sandbox, or keep its files alone; whoever resumes it gets the next generation.
 
         One that is suspended stays so, and its time begins anew.
@@ -229,6 +229,7 @@ class Keeper:
         Args:
             claim: of its owner.
             keep_memory: its programs are stopped and go on later; else they are ended, and it takes no memory for them.
+            full: without its memory, they are kept as an image with the files, and go on where that is restored.
 
         Raises:
             SandboxLeaseLost: if the claim holds no more.
@@ -240,7 +241,7 @@ class Keeper:
             return
         with self._at_work(claim.sandbox_id):
             if not keep_memory:
-                await self._keep_files(claim)
+                await self._keep_files(claim, full=full)
                 return
             async with self._in_time("pause", claim.sandbox_id):
                 sandbox = await self._provider.attach(claim.sandbox_id)
@@ -280,10 +281,10 @@ class Keeper:
                 return False
         return True
 
-    async def _keep_files(self, claim: Claim) -> None:
-        await self._suspended(claim, refs=await self._store(claim))
+    async def _keep_files(self, claim: Claim, *, full: bool = False) -> None:
+        await self._suspended(claim, refs=await self._store(claim, full=full))
 
-    async def _store(self, claim: Claim) -> tuple[SnapshotRef, ...]:
+    async def _store(self, claim: Claim, *, full: bool = False) -> tuple[SnapshotRef, ...]:
         """Let a sandbox end as a snapshot whose name is in its row; one that was paused is again if that fails.
 
         Returns:
@@ -299,7 +300,7 @@ class Keeper:
                 if sandbox.state is SandboxState.PAUSED:
                     paused = sandbox
                     await sandbox.resume()
-                ref = await sandbox.snapshot(id=name, stop_processes=True, end=True)
+                ref = await sandbox.snapshot(id=name, stop_processes=not full, end=True, full=full)
         except SandboxError:
             await self._edit(before, lambda one: msgspec.structs.replace(one, snapshots=before.snapshots))  # none is
             if paused is not None and paused.death is None:

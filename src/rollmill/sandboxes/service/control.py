@@ -235,9 +235,8 @@ class ControlFace:
     async def _snapshot(self, request: Request) -> Response:
         served = self._found(request)
         asked = await self._body(request, shapes.SnapshotAsked)
-        if asked.memory:  # which kind is made of one that is not named is the service's to say
-            raise HttpProblem(501, "a snapshot keeps files here, not memory; ask for one with mode='filesystem'")
-        kept = await self._node.snapshot(served.id, name=asked.name or "")
+        # Which kind is made of one that is not named is the service's to say.
+        kept = await self._node.snapshot(served.id, name=asked.name or "", full=bool(asked.memory))
         return _json(shapes.snapshot_info(kept), 201)
 
     async def _fork(self, request: Request) -> Response:

@@ -81,7 +81,7 @@ class Node:
         self._served: dict[str, Served] = {}
         self._starting = 0
         self._by_key: dict[str, tuple[Order, asyncio.Task[Served]]] = {}
-        self._can_pause = self._can_keep_files = self.files_carry_words = False
+        self._can_pause = self._can_keep_files = self._can_keep_programs = self.files_carry_words = False
         self._running: set[asyncio.Task[None]] = set()
         self._storing: set[asyncio.Future[SnapshotRef]] = set()
 
@@ -89,6 +89,7 @@ class Node:
         """Ask the provider what it can, and begin."""
         capabilities = await self._provider.capabilities()
         self._can_pause, self._can_keep_files = capabilities.pause, capabilities.files_snapshot
+        self._can_keep_programs = capabilities.full_snapshot
         self.files_carry_words = capabilities.attributes
         self.default_user = self.settings.default_user or ("user" if capabilities.users else "root")
         self._loop = asyncio.get_running_loop()
@@ -472,16 +473,18 @@ class Node:
 
     # -- snapshots ---------------------------------------------------------------------------------------------------
 
-    async def snapshot(self, sandbox_id: str, *, name: str) -> Kept:
-        """Keep a sandbox's files as a template for others; it goes on.
+    async def snapshot(self, sandbox_id: str, *, name: str, full: bool = False) -> Kept:
+        """Keep a sandbox's files, with `full` also what runs in it, as a template for others; it goes on.
 
         Raises:
-            HttpProblem: 409 if it is paused.
-            SandboxBusy: if something runs in it.
+            HttpProblem: 409 if it is paused, 501 if what runs cannot be kept here.
+            SandboxBusy: if something runs in it that is not kept.
             SandboxUnsupported: if the backend keeps none.
         """
         served = self.find(sandbox_id)
-        ref = await self._take(served, "snapshot", name=f"snp{secrets.token_hex(9)}")
+        if full and not self._can_keep_programs:
+            raise HttpProblem(501, "a snapshot keeps files here, not memory; ask for one with mode='filesystem'")
+        ref = await self._take(served, "snapshot", name=f"snp{secrets.token_hex(9)}", full=full)
         kept = Kept(ref=ref, name=name, sandbox_id=sandbox_id, envs=served.order.envs)
         replaced = self.shelf.put(kept)
         if replaced is not None:
@@ -491,7 +494,8 @@ class Node:
     async def fork(self, sandbox_id: str, *, count: int, timeout_s: float) -> tuple[Served | RollmillError, ...]:
         """Make sandboxes with a sandbox's files, words and plan; each starts, or fails, on its own. It goes on.
 
-        Nothing may run in it, so there is nothing in its memory that a fork would miss.
+        What runs in it goes on in each where the backend can. Elsewhere nothing may run, so that there is nothing in
+        its memory that a fork would miss.
 
         Raises:
             HttpProblem: 400 for a count below 1, 409 if it is paused, 429 if there is no room for all.
@@ -504,8 +508,9 @@ class Node:
             raise HttpProblem(400, f"{count} forks cannot be made; ask for 1 or more")
         order = msgspec.structs.replace(served.order, timeout_s=timeout_s, key="")
         own = {name: value for name, value in served.envs.items() if not name.startswith("E2B_")}
+        full = self._can_keep_programs and bool(served.programs.infos())
         with self._room(count):
-            ref = await self._take(served, "fork", name=f"frk{secrets.token_hex(9)}")
+            ref = await self._take(served, "fork", name=f"frk{secrets.token_hex(9)}", full=full)
             try:
                 starts = (self._start(order, spec=ref.spec, envs=own, files=ref) for _ in range(count))
                 results = await asyncio.gather(*starts, return_exceptions=True)
@@ -516,12 +521,12 @@ class Node:
                 raise one
         return tuple(one for one in results if isinstance(one, Served | RollmillError))
 
-    async def _take(self, served: Served, what: str, *, name: str) -> SnapshotRef:
-        """Keep a running sandbox's files; if whoever asked has left when that is done, let them go again."""
+    async def _take(self, served: Served, what: str, *, name: str, full: bool) -> SnapshotRef:
+        """Keep a running sandbox; if whoever asked has left when that is done, let them go again."""
         async with self._turn(served, what):
             if served.standing is not Standing.RUNNING:
                 raise HttpProblem(409, f"sandbox {served.id} is paused; connect to it first")
-            taking = looked_at(asyncio.ensure_future(served.sandbox.snapshot(id=name)))
+            taking = looked_at(asyncio.ensure_future(served.sandbox.snapshot(id=name, full=full)))
             try:
                 return await asyncio.shield(taking)
             except asyncio.CancelledError:

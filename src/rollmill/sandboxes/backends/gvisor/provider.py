@@ -13,7 +13,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rollmill.errors import DeadlineExceeded, SandboxError, SandboxRetryable, SandboxUnsupported
+from rollmill.errors import DeadlineExceeded, SandboxError, SandboxRetryable
 from rollmill.sandboxes.backends.gvisor.sandbox import GvisorSandbox
 from rollmill.sandboxes.backends.gvisor.settings import GvisorSettings
 from rollmill.sandboxes.backends.gvisor.toolbox import Toolbox, probe
@@ -21,6 +21,7 @@ from rollmill.sandboxes.backends.namespaces.provider import NamespaceProvider
 from rollmill.sandboxes.backends.namespaces.sandbox import NamespaceSandbox
 from rollmill.sandboxes.backends.namespaces.snapshot_book import Kept, Layer
 from rollmill.sandboxes.backends.namespaces.zygote_link import ZygoteLink
+from rollmill.sandboxes.capable import unsupported
 from rollmill.sandboxes.disk_records import ProcessMark
 from rollmill.sandboxes.records import Capabilities, DeathReason, Lease, SandboxSpec, SnapshotRef
 from rollmill.sandboxes.tally import Observer
@@ -77,6 +78,8 @@ class GvisorProvider(NamespaceProvider):
             sessions=True,
             terminals=True,
             pause=True,
+            pause_files=True,
+            expose=True,
             extend_ttl=True,
             labels=True,
             idempotent_create=True,
@@ -257,6 +260,10 @@ class GvisorProvider(NamespaceProvider):
         finally:
             self._full.discard(name)
 
+    def _is_full(self, snapshot_id: str) -> bool:
+        """Return whether a snapshot that is being taken has processes."""
+        return snapshot_id in self._of_snapshot
+
     async def _take(self, sandbox: NamespaceSandbox, *, id: str, force: bool, end: bool, to_keep: bool) -> SnapshotRef:
         if id not in self._full:
             return await super()._take(sandbox, id=id, force=force, end=end, to_keep=to_keep)
@@ -285,7 +292,7 @@ class GvisorProvider(NamespaceProvider):
 
     def _check_full(self, sandbox: GvisorSandbox) -> None:
         if not self._settings.maps_ranges():
-            raise SandboxUnsupported(
+            raise unsupported(
                 "gVisor restores processes as root only, so that an image of them would be of no use here; take a "
                 "snapshot of the files",
                 capability="full_snapshot",

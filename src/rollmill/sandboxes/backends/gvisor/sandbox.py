@@ -9,6 +9,7 @@ from typing import Protocol
 from rollmill.errors import SandboxError
 from rollmill.sandboxes.backends.namespaces.channel import AgentChannel
 from rollmill.sandboxes.backends.namespaces.sandbox import NamespaceSandbox
+from rollmill.sandboxes.protocol import check_kept
 from rollmill.sandboxes.records import Lease, SandboxState, SnapshotRef
 
 
@@ -115,8 +116,11 @@ class GvisorSandbox(NamespaceSandbox):
         if self._state is SandboxState.PAUSING:
             raise SandboxError(f"sandbox {self.id} is being paused or resumed and answers nothing until that is done")
 
-    async def pause(self) -> None:
-        """Stop every process at once; memory stays taken. Carried through when the caller is cancelled."""
+    async def pause(self, *, keep_memory: bool = True) -> None:
+        """Stop every process at once, or keep the files alone. Carried through when the caller is cancelled."""
+        if not keep_memory:
+            await super().pause(keep_memory=False)
+            return
         await self.awake_or_paused()
         if self._state is SandboxState.READY:
             self._state = SandboxState.PAUSING
@@ -125,7 +129,9 @@ class GvisorSandbox(NamespaceSandbox):
     async def resume(self) -> None:
         """Let every process go on. Carried through when the caller is cancelled."""
         self._check_alive()
-        if self._state is SandboxState.PAUSED:
+        if self.sleeps:
+            await super().resume()
+        elif self._state is SandboxState.PAUSED:
             self._state = SandboxState.PAUSING
             await self._carry("resume", failed=SandboxState.PAUSED, done=SandboxState.READY)
 
@@ -154,6 +160,7 @@ class GvisorSandbox(NamespaceSandbox):
         Raises:
             SandboxUnsupported: if `full` is asked for where the runtime cannot restore: without root.
         """
+        check_kept(full=full, stop_processes=stop_processes)
         if not full:
             return await super().snapshot(id=id, stop_processes=stop_processes, end=end)
         return await self.runtime.full_snapshot_of(self, id=id, end=end)
@@ -168,6 +175,7 @@ class GvisorSandbox(NamespaceSandbox):
         full: bool = False,
     ) -> tuple[NamespaceSandbox, ...]:
         """Make sandboxes with its files, with `full` also with its processes: all of them, or none."""
+        check_kept(full=full, stop_processes=stop_processes)
         if not full:
             return await super().fork(ids, lease=lease, labels=labels, stop_processes=stop_processes)
         return await self.runtime.full_fork_of(self, ids, lease=lease, labels=labels)

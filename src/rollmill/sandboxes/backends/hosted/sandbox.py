@@ -23,10 +23,19 @@ from rollmill.sandboxes.backends.hosted.process import HostedProcess
 from rollmill.sandboxes.backends.hosted.settings import HostedSettings
 from rollmill.sandboxes.backends.hosted.snapshots import HostedSnapshots, check_still
 from rollmill.sandboxes.backends.http import CutOff, Refused, Unreachable, as_retryable
+from rollmill.sandboxes.capable import unsupported
 from rollmill.sandboxes.isolation import IsolationLevel, Protection, level_of
 from rollmill.sandboxes.lifecycle import dead_error, death
-from rollmill.sandboxes.protocol import DEFAULT_OUTPUT_CAP_BYTES, Session, check_call, check_terminal
+from rollmill.sandboxes.protocol import (
+    DEFAULT_OUTPUT_CAP_BYTES,
+    Session,
+    check_call,
+    check_kept,
+    check_port,
+    check_terminal,
+)
 from rollmill.sandboxes.records import (
+    Address,
     Death,
     DeathReason,
     ExecResult,
@@ -95,6 +104,7 @@ class HostedSandbox(HostedFileCalls):
         self._created_s = self._loop.time()
         self._ends_s = self._created_s + wall_left_s
         self._state = SandboxState.STARTING
+        self._forks = False
         self._death: Death | None = None
         self.decided: asyncio.Future[Death] = self._loop.create_future()
         self.found: Found | None = None
@@ -120,6 +130,8 @@ class HostedSandbox(HostedFileCalls):
         """Return where it is in its life."""
         if self._state is SandboxState.READY and (self._processes or self._calls):
             return SandboxState.BUSY
+        if self._state is SandboxState.SNAPSHOTTING and self._forks:
+            return SandboxState.FORKING
         return self._state
 
     @property
@@ -237,11 +249,13 @@ class HostedSandbox(HostedFileCalls):
         self._lease_timer.cancel()
         self._lease_timer = self._loop.call_later(lease.ttl_s, self.order_end, DeathReason.LEASE_EXPIRED)
 
-    async def pause(self) -> None:
+    async def pause(self, *, keep_memory: bool = True) -> None:
         """Stop every process at once; raises `SandboxUnsupported` where the vendor cannot."""
         self._check_alive()
+        if not keep_memory:
+            raise unsupported(f"{self._driver.product} pauses no sandbox as files alone", capability="pause_files")
         if not self._driver.capabilities.pause:
-            raise SandboxUnsupported(f"{self._driver.product} cannot pause a sandbox", capability="pause")
+            raise unsupported(f"{self._driver.product} cannot pause a sandbox", capability="pause")
         if self._state is SandboxState.READY and self.found is not None:
             self._state = SandboxState.PAUSING
             try:
@@ -362,9 +376,20 @@ class HostedSandbox(HostedFileCalls):
             capability="sessions",
         )
 
-    async def snapshot(self, *, id: str, stop_processes: bool = False, end: bool = False) -> SnapshotRef:
+    async def expose(self, port: int) -> Address:
+        """Refuse: no address of a service is known here."""
+        self._check_alive()
+        check_port(port)
+        raise unsupported(f"{self._driver.product} gives ports inside no address here", capability="expose")
+
+    async def snapshot(
+        self, *, id: str, stop_processes: bool = False, end: bool = False, full: bool = False
+    ) -> SnapshotRef:
         """Keep its files as they are now."""
         self._check_alive()
+        check_kept(full=full, stop_processes=stop_processes)
+        if full:
+            raise unsupported(f"{self._driver.product} keeps no processes here", capability="full_snapshot")
         return await self._snapshots.take(self, id=id, stop_processes=stop_processes, end=end)
 
     async def fork(
@@ -374,10 +399,18 @@ class HostedSandbox(HostedFileCalls):
         lease: Lease,
         labels: Mapping[str, str] | None = None,
         stop_processes: bool = False,
+        full: bool = False,
     ) -> tuple[HostedSandbox, ...]:
         """Make sandboxes with its files: all of them, or none and an error."""
         self._check_alive()
-        return await self._snapshots.fork(self, ids, lease=lease, labels=labels, stop_processes=stop_processes)
+        check_kept(full=full, stop_processes=stop_processes)
+        if full:
+            raise unsupported(f"{self._driver.product} forks no processes here", capability="live_fork")
+        self._forks = True
+        try:
+            return await self._snapshots.fork(self, ids, lease=lease, labels=labels, stop_processes=stop_processes)
+        finally:
+            self._forks = False
 
     @contextlib.asynccontextmanager
     async def still(self, *, stop_processes: bool) -> AsyncIterator[Found]:

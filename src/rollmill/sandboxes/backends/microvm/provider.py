@@ -122,6 +122,7 @@ class MicroVmProvider(OwnSandboxes[MicroVmSandbox], SnapshotCalls):
             sessions=True,
             terminals=True,
             pause=True,
+            expose=True,
             extend_ttl=True,
             labels=True,
             idempotent_create=True,

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Protocol, TypeVar
 
 from rollmill.errors import DeadlineExceeded, SandboxError, SandboxUnsupported
 from rollmill.sandboxes.backends.microvm.channel import MachineChannel, fresh_word
 from rollmill.sandboxes.backends.microvm.hypervisor import Kept, Machine
 from rollmill.sandboxes.backends.namespaces.sandbox import NamespaceSandbox, SnapshotHome
+from rollmill.sandboxes.capable import unsupported
 from rollmill.sandboxes.disk_records import DiskRecord
 from rollmill.sandboxes.guest.cgroups import Groups
-from rollmill.sandboxes.records import DeathReason, Lease, SandboxSpec, SandboxState
+from rollmill.sandboxes.protocol import check_kept
+from rollmill.sandboxes.records import DeathReason, Lease, SandboxSpec, SandboxState, SnapshotRef
 
 T = TypeVar("T")
 
@@ -85,8 +87,13 @@ class MicroVmSandbox(NamespaceSandbox):
         )
         self.channel = self.line
 
-    async def pause(self) -> None:
+    async def pause(self, *, keep_memory: bool = True) -> None:
         """Stop its machine's processors; memory stays taken."""
+        if not keep_memory:
+            raise unsupported(
+                "a machine's files are kept with its memory, also as a snapshot; pause it with its memory",
+                capability="pause_files",
+            )
         await self.awake_or_paused()
         if self._state is SandboxState.READY and self.machine is not None:
             self._state = SandboxState.PAUSED
@@ -137,6 +144,26 @@ class MicroVmSandbox(NamespaceSandbox):
         """Connect to the agent in its machine."""
         assert self.machine is not None  # there is one before this is called
         await self.line.attach(await self.machine.connect())
+
+    async def snapshot(
+        self, *, id: str, stop_processes: bool = False, end: bool = False, full: bool = False
+    ) -> SnapshotRef:
+        """Keep its files and what runs in it; what is stopped before is not in it."""
+        check_kept(full=full, stop_processes=stop_processes)
+        return await super().snapshot(id=id, stop_processes=stop_processes, end=end)
+
+    async def fork(
+        self,
+        ids: Sequence[str],
+        *,
+        lease: Lease,
+        labels: Mapping[str, str] | None = None,
+        stop_processes: bool = False,
+        full: bool = False,
+    ) -> tuple[NamespaceSandbox, ...]:
+        """Make sandboxes that go on where it is: all of them, or none."""
+        check_kept(full=full, stop_processes=stop_processes)
+        return await super().fork(ids, lease=lease, labels=labels, stop_processes=stop_processes)
 
     async def stop_processes(self) -> None:
         """Kill what runs; sessions too."""

@@ -111,6 +111,7 @@ class SnapshotCalls:
         if len(set(ids)) != len(ids):
             raise SandboxIdInUse(f"each sandbox needs an id of its own, and these are {', '.join(ids)}")
         name = f"fork-{os.urandom(8).hex()}"
+        sandbox.forks = True
         taking = self._begin(sandbox, id=name, stop_processes=stop_processes, end=False, hidden=True)
         try:
             ref = (await asyncio.shield(taking)).ref
@@ -122,6 +123,7 @@ class SnapshotCalls:
                 one.order_end(DeathReason.RELEASED)
             raise
         finally:
+            sandbox.forks = False
             if taking.done():
                 await self.delete_snapshots([name])
             else:
@@ -169,6 +171,7 @@ class SnapshotCalls:
             disk_bytes=usage.disk_bytes or 0,
             inodes=usage.inodes or 0,
             created_wall_s=time.time(),
+            full=True,  # a machine's memory is in it, whatever was asked for
         )
         snapshot = Snapshot(
             ref=ref, kept=kept, protections=sandbox.protections, next_number=sandbox.line.next_number, hidden=hidden
@@ -192,6 +195,14 @@ class SnapshotCalls:
             return self._snapshots[snapshot_id]
         except KeyError:
             raise ImageError(f"there is no snapshot {snapshot_id} here, or it was deleted") from None
+
+    async def put_to_sleep(self, sandbox: NamespaceSandbox) -> None:
+        """Refuse: a machine's files are kept with its memory."""
+        raise NotImplementedError
+
+    async def wake(self, sandbox: NamespaceSandbox) -> None:
+        """Refuse: none sleeps."""
+        raise NotImplementedError
 
     async def _let_snapshots_go(self) -> None:
         await asyncio.gather(*self._carried, return_exceptions=True)

@@ -63,6 +63,7 @@ _PREPARING = "prepare/"  # never a sandbox's id
 _REMEMBERED_ENDS = 1000
 _RETRY_AFTER_S = 1.0
 _CLEAN_LOOK_S = 0.02
+_LOOK_S = 1.0
 _LAST_WORDS_S = 1.0
 
 
@@ -124,6 +125,8 @@ class NamespaceProvider(OwnSandboxes[NamespaceSandbox], SnapshotCalls):
             sessions=True,
             terminals=True,
             pause=any(one.version == 2 for one in self._hierarchies),
+            pause_files=True,
+            expose=True,
             extend_ttl=True,
             labels=True,
             idempotent_create=True,
@@ -381,6 +384,10 @@ class NamespaceProvider(OwnSandboxes[NamespaceSandbox], SnapshotCalls):
     # -- what the zygote says ----------------------------------------------------------------------------------------
 
     def _order_kill(self, sandbox_id: str) -> None:
+        sandbox = self._alive.get(sandbox_id)
+        if sandbox is not None and sandbox.sleeps:  # nobody is there whose end the zygote could tell
+            self._forget(sandbox, reason=sandbox.ordered or DeathReason.RELEASED, detail=sandbox.complaint)
+            return
         if self._zygote is not None:
             self._zygote.order({"op": "kill", "id": sandbox_id})
 
@@ -437,6 +444,23 @@ class NamespaceProvider(OwnSandboxes[NamespaceSandbox], SnapshotCalls):
         # It never became ready: what it says about the reason may still lie in its socket, so that is read first.
         sandbox.channel.closed.add_done_callback(close_books)
         asyncio.get_running_loop().call_later(_LAST_WORDS_S, close_books)
+
+    def _fell_asleep(self, sandbox: NamespaceSandbox) -> None:
+        """Note on the disk that nothing of it runs, and look for an operator's word, which no end tells of now."""
+        try:
+            self.records.write(sandbox.record)
+        except OSError as error:
+            sandbox.distrust(f"its record cannot be written: {error}", DeathReason.PROVIDER_LOST)
+            return
+        self._look_for_word(sandbox)
+
+    def _look_for_word(self, sandbox: NamespaceSandbox) -> None:
+        if not sandbox.sleeps or sandbox.death is not None:
+            return
+        if self.records.kill_noted(sandbox.id):
+            sandbox.distrust("ended by `rollmill sandbox kill`", DeathReason.KILLED_BY_OPERATOR)
+            return
+        asyncio.get_running_loop().call_later(_LOOK_S, self._look_for_word, sandbox)
 
     def _forget(self, sandbox: NamespaceSandbox, *, reason: DeathReason, detail: str) -> None:
         """Close the books of a sandbox of which nothing is left."""

@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import signal as signals
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
 import msgspec
 
 from rollmill.errors import DeadlineExceeded, SandboxBusy, SandboxError, SandboxUnsupported
-from rollmill.sandboxes.backends.namespaces.channel import AgentChannel, Message, RunningJob
+from rollmill.sandboxes.backends.namespaces.channel import AgentChannel, Message
 from rollmill.sandboxes.backends.namespaces.file_calls import FileCalls
+from rollmill.sandboxes.backends.namespaces.process import NamespaceProcess
 from rollmill.sandboxes.backends.namespaces.session import NamespaceSession
+from rollmill.sandboxes.capable import unsupported
 from rollmill.sandboxes.disk_records import DiskRecord
 from rollmill.sandboxes.guest.cgroups import Groups
-from rollmill.sandboxes.guest.frames import CHUNK_BYTES
 from rollmill.sandboxes.isolation import IsolationLevel, known, level_of
 from rollmill.sandboxes.lifecycle import dead_error
-from rollmill.sandboxes.protocol import DEFAULT_OUTPUT_CAP_BYTES, check_call, check_terminal
+from rollmill.sandboxes.ports import Ports
+from rollmill.sandboxes.protocol import DEFAULT_OUTPUT_CAP_BYTES, check_call, check_kept, check_terminal
 from rollmill.sandboxes.records import (
+    Address,
     Death,
     DeathReason,
     ExecResult,
@@ -57,51 +60,13 @@ class SnapshotHome(Protocol):
         """Take one for a moment, and restore it."""
         ...
 
+    async def put_to_sleep(self, sandbox: NamespaceSandbox) -> None:
+        """Keep its files alone."""
+        ...
 
-class NamespaceProcess:
-    """A program that runs in the background of a sandbox."""
-
-    def __init__(self, sandbox: NamespaceSandbox, job: RunningJob) -> None:
-        self._sandbox = sandbox
-        self._job = job
-
-    @property
-    def pid(self) -> int:
-        """Return its process id inside."""
-        return self._job.pid
-
-    async def output(self) -> AsyncIterator[tuple[str, bytes]]:
-        """Yield (`stdout` or `stderr`, bytes) as it writes, until its end or the end of its sandbox."""
-        while True:
-            while self._job.chunks:
-                stream, data = self._job.chunks.pop(0)
-                yield ("stdout" if stream == 1 else "stderr"), data
-            if self._job.ended.done():
-                return
-            self._job.news.clear()
-            await self._job.news.wait()
-
-    async def write_stdin(self, data: bytes) -> None:
-        """Give it input."""
-        for start in range(0, len(data), CHUNK_BYTES):
-            self._sandbox.channel.tell(self._job, {"op": "stdin"}, data[start : start + CHUNK_BYTES])
-
-    async def close_stdin(self) -> None:
-        """End its input."""
-        self._sandbox.channel.tell(self._job, {"op": "stdin", "end": True})
-
-    async def signal(self, number: int) -> None:
-        """Send a signal to its process group; SIGKILL reaches its descendants too."""
-        self._sandbox.channel.tell(self._job, {"op": "signal", "signal": int(number)})
-
-    async def resize(self, rows: int, columns: int) -> None:
-        """Change the size of its terminal."""
-        check_terminal((rows, columns))
-        self._sandbox.channel.tell(self._job, {"op": "resize", "terminal": [rows, columns]})
-
-    async def wait(self) -> ExecResult:
-        """Wait for its end; its timeout, or the sandbox's wall limit, bounds the wait."""
-        return await asyncio.shield(self._job.ended)
+    async def wake(self, sandbox: NamespaceSandbox) -> None:
+        """Start it anew with them."""
+        ...
 
 
 class NamespaceSandbox(FileCalls):
@@ -159,6 +124,7 @@ class NamespaceSandbox(FileCalls):
         self.id_base = id_base
         self.origin = origin
         self.rested: asyncio.Future[None] | None = None
+        self.sleeps = self.forks = False
         self._still: asyncio.Future[None] | None = None
         self._start_s = start_s
         self._answer_s = answer_s
@@ -173,6 +139,7 @@ class NamespaceSandbox(FileCalls):
         self.complaint = ""
         self.channel = self._new_channel()
         self.gone: asyncio.Future[Death] = self._loop.create_future()
+        self._ports = Ports(self, spec=spec)
         self._lease_timer = self._loop.call_later(lease.ttl_s, self._lease_expired)
         self._wall_timer = self._loop.call_later(spec.limits.wall_s, self.order_end, DeathReason.POLICY_WALL)
 
@@ -191,6 +158,8 @@ class NamespaceSandbox(FileCalls):
         """Return where it is in its life."""
         if self._state is SandboxState.READY and self.channel.busy:
             return SandboxState.BUSY
+        if self._state is SandboxState.SNAPSHOTTING and self.forks:
+            return SandboxState.FORKING
         return self._state
 
     @property
@@ -256,6 +225,7 @@ class NamespaceSandbox(FileCalls):
         self._tell_awake()
         self._lease_timer.cancel()
         self._wall_timer.cancel()
+        self._ports.close()
         self.channel.fail_all(dead_error(self._id, end))
         if self.rested is not None and not self.rested.done():
             self.rested.set_exception(dead_error(self._id, end))
@@ -283,29 +253,50 @@ class NamespaceSandbox(FileCalls):
         self._lease_timer.cancel()
         self._lease_timer = self._loop.call_later(lease.ttl_s, self._lease_expired)
 
-    async def pause(self) -> None:
-        """Stop every process at once; memory stays taken.
+    async def pause(self, *, keep_memory: bool = True) -> None:
+        """Stop every process at once; or end them all, and keep the files alone.
 
         Raises:
-            SandboxUnsupported: without a cgroup v2 hierarchy that this user may write to.
+            SandboxUnsupported: to keep memory, without a cgroup v2 hierarchy that this user may write to.
         """
+        if not keep_memory:
+            if not self.sleeps:
+                await self._home.put_to_sleep(self)
+            return
         await self.awake_or_paused()
         if self._state is SandboxState.READY:
             self._freeze(True)
             self._state = SandboxState.PAUSED
 
     async def resume(self) -> None:
-        """Let every process go on."""
+        """Let every process go on; one that sleeps starts anew with its files."""
         self._check_alive()
-        if self._state is SandboxState.PAUSED:
+        if self.sleeps:
+            await self._home.wake(self)
+        elif self._state is SandboxState.PAUSED:
             self._freeze(False)
             self._state = SandboxState.READY
 
+    def fell_asleep(self) -> None:
+        """Note that its files are all that there is of it now."""
+        self.sleeps, self._state = True, SandboxState.PAUSED
+        self.record = msgspec.structs.replace(self.record, first_process=None)
+        self._tell_awake()
+
+    def wakes_up(self) -> None:
+        """Answer nothing until it has started anew."""
+        self.sleeps, self._state = False, SandboxState.SNAPSHOTTING
+
+    async def expose(self, port: int) -> Address:
+        """Return where on this machine's loopback a port inside is reached."""
+        await self.awake()
+        return await self._ports.expose(port)
+
     def _freeze(self, frozen: bool) -> None:
         if not self.groups.freeze(frozen):
-            raise SandboxUnsupported(
-                "a sandbox is paused by a cgroup v2 hierarchy that may be written to, and there is none here; see "
-                "`rollmill sandbox doctor`",
+            raise unsupported(
+                "a sandbox is paused with its memory by a cgroup v2 hierarchy that may be written to, and there is "
+                "none here (see `rollmill sandbox doctor`); keep_memory=False keeps its files",
                 capability="pause",
             )
 
@@ -349,8 +340,13 @@ class NamespaceSandbox(FileCalls):
 
     # -- snapshots ---------------------------------------------------------------------------------------------------
 
-    async def snapshot(self, *, id: str, stop_processes: bool = False, end: bool = False) -> SnapshotRef:
+    async def snapshot(
+        self, *, id: str, stop_processes: bool = False, end: bool = False, full: bool = False
+    ) -> SnapshotRef:
         """Keep its files as they are now."""
+        check_kept(full=full, stop_processes=stop_processes)
+        if full:
+            raise unsupported("namespace sandboxes are kept as files, without what runs", capability="full_snapshot")
         return await self._home.snapshot_of(self, id=id, stop_processes=stop_processes, end=end)
 
     async def fork(
@@ -360,8 +356,12 @@ class NamespaceSandbox(FileCalls):
         lease: Lease,
         labels: Mapping[str, str] | None = None,
         stop_processes: bool = False,
+        full: bool = False,
     ) -> tuple[NamespaceSandbox, ...]:
         """Make sandboxes with its files: all of them, or none."""
+        check_kept(full=full, stop_processes=stop_processes)
+        if full:
+            raise unsupported("namespace sandboxes are forked as files, without what runs", capability="live_fork")
         return await self._home.fork_of(self, ids, lease=lease, labels=labels, stop_processes=stop_processes)
 
     def begin_snapshot(self) -> None:
@@ -538,6 +538,9 @@ class NamespaceSandbox(FileCalls):
     async def usage(self) -> Usage:
         """Return what it uses now; a paused one shows what its cgroups count."""
         await self.awake_or_paused()
+        if self.sleeps:
+            disk_bytes, inodes = self.layer_counts
+            return Usage(disk_bytes=disk_bytes, inodes=inodes, processes=0)
         counts = self.groups.usage()
         cpu_us = counts.get("cpu_us")
         found = Usage(

@@ -6,7 +6,8 @@
     4  the layer is stored or merged, if it is to be           else the sandbox goes on above it, without a snapshot
     5  a first process starts above the layer                  else the sandbox ends, and the snapshot is held
 
-What is restored takes the fifth step alone.
+What is restored takes the fifth step alone, as one does that wakes: it was put to sleep by the first four, without a
+snapshot.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
+from typing import Any
 
 from rollmill.errors import (
     ImageError,
@@ -79,6 +81,9 @@ class SnapshotCalls:
     def _forget(self, sandbox: NamespaceSandbox, *, reason: DeathReason, detail: str) -> None:
         raise NotImplementedError
 
+    def _fell_asleep(self, sandbox: NamespaceSandbox) -> None:
+        raise NotImplementedError
+
     # -- the protocol --------------------------------------------------------------------------------------------------
 
     async def restore(
@@ -121,6 +126,17 @@ class SnapshotCalls:
         check_id(id)
         await sandbox.awake()
         self._snapshots.book.check_new(id)
+        self._check_chain(sandbox)
+        if id in self._taking:
+            raise SandboxIdInUse(f"a snapshot {id!r} is being taken; an id names one snapshot, so choose another")
+        sandbox.begin_snapshot()
+        work = asyncio.ensure_future(self._take(sandbox, id=id, force=force, end=end, to_keep=to_keep))
+        self._taking[id] = work
+        work.add_done_callback(lambda done: self._taken(id, done))
+        return await asyncio.shield(work)
+
+    def _check_chain(self, sandbox: NamespaceSandbox) -> None:
+        """Refuse to keep files that would not be whole, or could not be mounted."""
         if not self._snapshots.book.is_whole(sandbox.chain):
             raise SandboxError(
                 f"the layers below sandbox {sandbox.id} were lost with the process that kept them, so that no snapshot "
@@ -131,13 +147,44 @@ class SnapshotCalls:
                 f"sandbox {sandbox.id} stands on {len(sandbox.chain)} layers, as many as the kernel mounts at once: "
                 "several of its snapshots could not be stored or merged. It lives on; make room, and start another."
             )
-        if id in self._taking:
-            raise SandboxIdInUse(f"a snapshot {id!r} is being taken; an id names one snapshot, so choose another")
+
+    # -- sleep ---------------------------------------------------------------------------------------------------------
+
+    async def put_to_sleep(self, sandbox: NamespaceSandbox) -> None:
+        """End what runs in a sandbox, and keep its files alone; carried through when the caller is cancelled."""
+        await sandbox.awake()
+        self._check_chain(sandbox)
         sandbox.begin_snapshot()
-        work = asyncio.ensure_future(self._take(sandbox, id=id, force=force, end=end, to_keep=to_keep))
-        self._taking[id] = work
-        work.add_done_callback(lambda done: self._taken(id, done))
-        return await asyncio.shield(work)
+        await self._carried(self._put_to_sleep(sandbox))
+
+    async def _put_to_sleep(self, sandbox: NamespaceSandbox) -> None:
+        before = sandbox.chain
+        layer = await self._rest(sandbox, force=True)
+        try:
+            chain, new = await self._snapshots.settle(layer, before, to_keep=True)
+        except BaseException as error:
+            try:
+                await self._go_on(sandbox, end=False)
+            except RollmillError as further:
+                error.add_note(f"and then: {further}")
+            raise
+        if sandbox.death is not None or sandbox.ordered is not None:
+            await self._go_on(sandbox, end=False)  # closes its books, and says how it ended
+            return
+        self._stand_on(sandbox, chain, new=new)
+        sandbox.fell_asleep()
+        self._fell_asleep(sandbox)
+
+    async def wake(self, sandbox: NamespaceSandbox) -> None:
+        """Start a sandbox that sleeps anew, with its files; carried through when the caller is cancelled."""
+        sandbox.wakes_up()
+        await self._carried(self._go_on(sandbox, end=False))
+
+    async def _carried(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.ensure_future(work)
+        self._waking.add(task)
+        task.add_done_callback(self._woken)
+        await asyncio.shield(task)
 
     def _taken(self, snapshot_id: str, work: asyncio.Future[SnapshotRef]) -> None:
         self._taking.pop(snapshot_id, None)
@@ -159,6 +206,7 @@ class SnapshotCalls:
             raise SandboxIdInUse(f"the ids of a fork are not all different: {list(ids)}")
         snapshot_id = snapshot_id or f"fork-{os.urandom(8).hex()}"
         self._forking.add(snapshot_id)  # nobody else's, and so in no list
+        sandbox.forks = True
         try:
             ref = await self._snapshot(sandbox, id=snapshot_id, force=stop_processes, to_keep=False)
             made = [asyncio.ensure_future(self.restore(ref, id=one, labels=labels, lease=lease)) for one in ids]
@@ -168,6 +216,7 @@ class SnapshotCalls:
                 await self._undo(made)
                 raise
         finally:
+            sandbox.forks = False
             await asyncio.shield(asyncio.ensure_future(self._end_fork(snapshot_id)))
 
     async def _end_fork(self, snapshot_id: str) -> None:
@@ -274,7 +323,12 @@ class SnapshotCalls:
             depth=len(layers),
             durable=durable,
             created_wall_s=time.time(),
+            full=self._is_full(id),
         )
+
+    def _is_full(self, snapshot_id: str) -> bool:
+        """Return whether a snapshot that is being taken has processes."""
+        return False
 
     async def _hold_image(self, kept: Kept) -> None:
         """Hold the image below a snapshot, beyond this process if the snapshot goes beyond it."""
