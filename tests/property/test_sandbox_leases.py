@@ -6,6 +6,7 @@ lease has had its time a sweep leaves no row, and no sandbox that no row speaks 
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import shutil
 import sqlite3
@@ -20,9 +21,20 @@ from hypothesis import strategies as st
 
 from property.crash_world import scratch_folder
 from rollmill.clock import VirtualClock
-from rollmill.errors import SandboxDead, SandboxError, SandboxLeaseLost, SandboxRetryable
+from rollmill.errors import ConfigError, SandboxDead, SandboxError, SandboxLeaseLost, SandboxRetryable
 from rollmill.sandboxes import Capabilities, SandboxSpec, SandboxState, SnapshotRef
-from rollmill.sandboxes.leases import Claim, Keeper, KeeperSettings, LeaseTable, Phase, SweepReport, law
+from rollmill.sandboxes.leases import (
+    Attendant,
+    AttendantSettings,
+    Claim,
+    Keeper,
+    KeeperSettings,
+    LeaseTable,
+    OnExpiry,
+    Phase,
+    SweepReport,
+    law,
+)
 from rollmill.testing import FakeSandboxProvider, run_virtual
 from rollmill.testing.faults import FaultInjector, Raise
 
@@ -127,8 +139,17 @@ class MortalCalls:
 class World:
     """Owners of one table after each other, with what each of them believes to hold."""
 
-    def __init__(self, folder: Path, clock: VirtualClock, *, failing_kills: int, most_s: float | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        clock: VirtualClock,
+        *,
+        failing_kills: int,
+        most_s: float | None = None,
+        on_expiry: OnExpiry = OnExpiry.END,
+    ) -> None:
         self.folder, self.clock, self.fate = folder, clock, Fate()
+        self.settings = msgspec.structs.replace(SETTINGS, on_expiry=on_expiry)
         refusal = Raise(lambda: SandboxRetryable("the provider does not kill now", after_s=1.0))
         faults = FaultInjector({("kill", number): refusal for number in range(1, failing_kills + 1)})
         self.provider = Aging(most_s=most_s, faults=faults, start_s=1.0)
@@ -141,7 +162,7 @@ class World:
         table = MortalTable(self.folder / "leases.sqlite", self.fate)
         calls: Any = MortalCalls(self.provider, self.fate)
         owner = f"owner-{self.lives}"
-        return table, Keeper(table, calls, settings=SETTINGS, owner=owner, clock=self.clock, in_thread=False)
+        return table, Keeper(table, calls, settings=self.settings, owner=owner, clock=self.clock, in_thread=False)
 
     async def act(self, what: str, rollout: str, *, dies_at: int) -> None:
         self.fate.left = dies_at
@@ -238,21 +259,50 @@ ACTIONS = st.sampled_from(
 STEPS = st.lists(st.tuples(ACTIONS, st.sampled_from(["a", "b"]), st.sampled_from([-1, -1, 0, 1, 2, 3, 4, 5, 6, 8])))
 
 
-@given(steps=STEPS, failing_kills=st.sampled_from([0, 0, 3]), most_s=st.sampled_from([None, None, 110.0]))
-@example(steps=[("start", "a", -1), ("suspend", "a", -1), ("suspend", "a", -1)], failing_kills=0, most_s=None)
-@example(steps=[("start", "a", -1), ("suspend", "a", -1), ("suspend_as_files", "a", -1)], failing_kills=0, most_s=None)
-@example(steps=[("start", "a", -1), ("suspend_as_files", "a", -1), ("suspend", "a", -1)], failing_kills=0, most_s=None)
+@given(
+    steps=STEPS,
+    failing_kills=st.sampled_from([0, 0, 3]),
+    most_s=st.sampled_from([None, None, 110.0]),
+    on_expiry=st.sampled_from(OnExpiry),
+)
 @example(
-    steps=[("start", "a", -1), ("wait", "a", -1), ("sweep", "a", 3), ("resume", "a", -1)], failing_kills=0, most_s=110.0
+    steps=[("start", "a", -1), ("suspend", "a", -1), ("suspend", "a", -1)],
+    failing_kills=0,
+    most_s=None,
+    on_expiry=OnExpiry.END,
+)
+@example(
+    steps=[("start", "a", -1), ("suspend", "a", -1), ("suspend_as_files", "a", -1)],
+    failing_kills=0,
+    most_s=None,
+    on_expiry=OnExpiry.END,
+)
+@example(
+    steps=[("start", "a", -1), ("suspend_as_files", "a", -1), ("suspend", "a", -1)],
+    failing_kills=0,
+    most_s=None,
+    on_expiry=OnExpiry.FILES,
+)
+@example(
+    steps=[("start", "a", -1), ("wait", "a", -1), ("sweep", "a", 3), ("resume", "a", -1)],
+    failing_kills=0,
+    most_s=110.0,
+    on_expiry=OnExpiry.END,
+)
+@example(
+    steps=[("start", "a", -1), ("wait", "a", -1), ("wait", "a", -1), ("sweep", "a", 7), ("sweep", "a", -1)],
+    failing_kills=0,
+    most_s=None,
+    on_expiry=OnExpiry.FILES,
 )
 @settings(max_examples=60, deadline=None)
 def test_whatever_is_killed_and_when_the_old_owner_is_refused_and_nothing_is_left_in_the_end(
-    steps, failing_kills, most_s
+    steps, failing_kills, most_s, on_expiry
 ):
     folder, clock = scratch_folder(), VirtualClock(start_s=1_000_000.0)
 
     async def whole() -> None:
-        world = World(folder, clock, failing_kills=failing_kills, most_s=most_s)
+        world = World(folder, clock, failing_kills=failing_kills, most_s=most_s, on_expiry=on_expiry)
         try:
             for what, rollout, dies_at in steps:
                 await world.act(what, rollout, dies_at=dies_at)
@@ -493,3 +543,160 @@ def test_a_file_that_is_no_table_is_refused_or_made_new_but_never_overwritten(tm
         assert path.read_bytes() == damage
     else:
         LeaseTable(path).close()
+
+
+def expiring(tmp_path: Path, on_expiry: OnExpiry, scenario: Any) -> None:
+    clock = VirtualClock(start_s=1000.0)
+
+    async def whole() -> None:
+        world = World(tmp_path, clock, failing_kills=0, on_expiry=on_expiry)
+        try:
+            held = await world.keeper.start("a", SandboxSpec(), policy_version=7)
+            await held.sandbox.write("/state", b"kept")
+            clock.advance(110.0)  # past the lease, and before the provider's own slack is over
+            await scenario(world, held)
+        finally:
+            world.table.close()
+
+    run_virtual(whole(), clock=clock)
+
+
+@pytest.mark.parametrize("on_expiry", [OnExpiry.FILES, OnExpiry.MEMORY])
+def test_a_lease_that_ends_is_suspended_first_and_ends_when_that_time_is_over_too(tmp_path, on_expiry):
+    async def scenario(world: World, held: Any) -> None:
+        report = await world.keeper.sweep()
+        assert [step.why for step in report.suspended] == ["its lease, of 'owner-1', ended"]
+        (row,) = world.table.rows()
+        assert (row.phase, row.owner, row.expires_s) == (Phase.SUSPENDED, "", world.clock.wall_s() + 300.0)
+        assert len(await world.alive()) == (on_expiry is OnExpiry.MEMORY)
+        with pytest.raises(SandboxLeaseLost, match="'nobody' has generation 1 now"):
+            await world.keeper.renew(held.claim)
+        world.clock.advance(299.0)
+        assert await world.keeper.sweep() == SweepReport()
+        again = await world.keeper.resume("a")
+        assert (again.claim.generation > 1, await again.sandbox.read("/state")) == (True, b"kept")
+        world.clock.advance(110.0)
+        assert len((await world.keeper.sweep()).suspended) == 1
+        world.clock.advance(301.0)
+        assert len((await world.keeper.sweep()).killed) == 1
+        assert (world.table.rows(), await world.alive(), await world.provider.snapshots()) == ((), set(), ())
+
+    expiring(tmp_path, on_expiry, scenario)
+
+
+def test_a_lease_that_cannot_be_suspended_ends_and_the_row_says_why_until_it_has(tmp_path):
+    async def scenario(world: World, held: Any) -> None:
+        await held.sandbox.kill()
+        report = await world.keeper.sweep()
+        assert report.suspended == ()
+        assert [step.act.value for step in report.dropped] == ["drop"]  # it had ended already
+
+    expiring(tmp_path, OnExpiry.FILES, scenario)
+
+    async def refused(world: World, held: Any) -> None:
+        full = Raise(lambda: SandboxRetryable("no room for a snapshot", after_s=1.0))
+        world.provider.faults = FaultInjector({("snapshot", 1): full, ("kill", 1): full})
+        assert len((await world.keeper.sweep()).failed) == 1
+        (row,) = world.table.rows()
+        assert row.phase is Phase.ENDING
+        assert "no room for a snapshot" in row.note
+        world.clock.advance(2.0)
+        assert len((await world.keeper.sweep()).killed) == 1
+        assert (world.table.rows(), await world.alive()) == ((), set())
+
+    expiring(tmp_path / "refused", OnExpiry.FILES, refused)
+
+
+def test_an_owner_that_died_while_it_suspended_an_ended_lease_loses_nothing(tmp_path):
+    async def scenario(world: World, held: Any) -> None:
+        for moment in range(40):
+            await world.act("sweep", "a", dies_at=moment)
+            if world.table.rows() and world.table.rows()[0].phase is Phase.SUSPENDED:
+                break
+        assert world.lives > 3
+        assert await (await world.keeper.resume("a")).sandbox.read("/state") == b"kept"
+
+    expiring(tmp_path, OnExpiry.FILES, scenario)
+
+
+# -- the attendant -----------------------------------------------------------------------------------------------------
+
+
+def attended(tmp_path: Path, scenario: Any, **changes: float) -> None:
+    clock = VirtualClock(start_s=1000.0)
+
+    async def whole() -> None:
+        world = World(tmp_path, clock, failing_kills=0, on_expiry=OnExpiry.FILES)
+        lost: list[tuple[Claim, str]] = []
+        settings = AttendantSettings(**{"beat_s": 30.0, "sweep_s": 10.0, **changes})
+        try:
+            async with Attendant(
+                world.keeper, settings=settings, on_lost=lambda claim, error: lost.append((claim, str(error)))
+            ) as attendant:
+                await scenario(world, attendant, lost)
+        finally:
+            world.table.close()
+
+    run_virtual(whole(), clock=clock)
+
+
+def test_a_lease_that_is_held_is_renewed_as_long_as_its_process_lives(tmp_path):
+    async def scenario(world: World, attendant: Attendant, lost: list[Any]) -> None:
+        held = await world.keeper.start("a", SandboxSpec(), policy_version=1)
+        attendant.hold(held.claim)
+        await asyncio.sleep(1000.0)
+        assert (await held.sandbox.exec(["echo", "hi"])).stdout == b"hi\n"
+        assert lost == []
+        assert attendant.statistics.renewed == 33
+        attendant.let_go(held.claim)
+        await asyncio.sleep(111.0)  # nobody renews it, and a sweep suspends it
+        (row,) = world.table.rows()
+        assert (row.phase, attendant.statistics.suspended) == (Phase.SUSPENDED, 1)
+        await asyncio.sleep(320.0)
+        assert (world.table.rows(), attendant.statistics.ended) == ((), 1)
+
+    attended(tmp_path, scenario)
+
+
+def test_a_claim_that_another_owner_took_is_told_once_and_renewed_no_more(tmp_path):
+    async def scenario(world: World, attendant: Attendant, lost: list[Any]) -> None:
+        held = await world.keeper.start("a", SandboxSpec(), policy_version=1)
+        attendant.hold(held.claim)
+        table, other = world.new_owner()
+        await other.resume("a", take_over=True)
+        await asyncio.sleep(61.0)
+        ((claim, words),) = lost
+        assert claim == held.claim
+        assert "'owner-2' has generation 2 now" in words
+        assert attendant.statistics.lost == 1
+        assert words in attendant.statistics.last_failure
+        table.close()
+
+    attended(tmp_path, scenario)
+
+
+def test_a_sweep_that_hangs_or_fails_is_given_up_with_its_reason_and_the_next_one_works(tmp_path):
+    async def scenario(world: World, attendant: Attendant, lost: list[Any]) -> None:
+        listed = world.provider.list
+
+        async def hangs(**_: Any) -> Any:
+            await asyncio.Event().wait()
+
+        world.provider.list = hangs  # pyright: ignore[reportAttributeAccessIssue]
+        await asyncio.sleep(20.0)
+        assert attendant.statistics.failed_sweeps == 1
+        assert "did not end within 3 s (sweep_limit_s)" in attendant.statistics.last_failure
+        world.provider.list = listed
+        before = attendant.statistics.sweeps
+        await asyncio.sleep(20.0)
+        assert attendant.statistics.sweeps > before
+
+    attended(tmp_path, scenario, sweep_limit_s=3.0)
+
+
+@pytest.mark.parametrize("changes", [{"beat_s": 34.0}, {"sweep_s": 50.0}])
+def test_an_attendant_too_slow_for_its_leases_is_refused(tmp_path, changes):
+    async def nothing(*_: Any) -> None: ...
+
+    with pytest.raises(ConfigError):
+        attended(tmp_path, nothing, **changes)

@@ -32,8 +32,9 @@ def seen(*ids: str, snapshots: tuple[str, ...] = ()) -> law.Seen:
     return law.Seen(alive=frozenset(ids), snapshots=frozenset(snapshots))
 
 
-def done(*rows: Row, alive: law.Seen, now_s: float = 50.0, busy: frozenset[str] = frozenset()):
-    return [(step.act.value, step.sandbox_id) for step in law.sweep(rows, alive, now_s=now_s, busy=busy, grace_s=30.0)]
+def done(*rows: Row, alive: law.Seen, now_s: float = 50.0, busy: frozenset[str] = frozenset(), suspends: bool = False):
+    steps = law.sweep(rows, alive, now_s=now_s, busy=busy, grace_s=30.0, suspends=suspends)
+    return [(step.act.value, step.sandbox_id) for step in steps]
 
 
 NOTHING = seen()
@@ -57,6 +58,16 @@ def test_a_row_whose_sandbox_lives_within_its_lease_is_left_alone():
 def test_a_lease_ends_at_its_second_and_not_before():
     assert done(row(), alive=seen("s1"), now_s=99.9) == []
     assert done(row(), alive=seen("s1"), now_s=100.0) == [("end", "s1")]
+
+
+def test_a_lease_that_ends_is_suspended_once_where_that_is_wanted():
+    late = {"now_s": 100.0, "suspends": True}
+    assert done(row(), alive=seen("s1"), **late) == [("expire", "s1")]
+    assert done(row(), alive=NOTHING, **late) == [("drop", "s1")]
+    assert done(row(snapshots=("a",)), alive=seen(snapshots=("a",)), **late) == [("expire", "s1")]
+    assert done(row(phase=Phase.SUSPENDED), alive=seen("s1"), **late) == [("end", "s1")]
+    assert done(row(phase=Phase.CREATING), alive=seen("s1"), **late) == [("end", "s1")]
+    assert done(row(phase=Phase.CREATING, snapshots=("a",)), alive=seen(snapshots=("a",)), **late) == [("expire", "s1")]
 
 
 def test_what_the_provider_lost_is_dropped_unless_a_snapshot_holds_it():

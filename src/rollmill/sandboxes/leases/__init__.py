@@ -5,10 +5,25 @@
 | `law` | who may, what is due, what a sweep does: pure |
 | `table` | the rows, in SQLite |
 | `keeper` | does it: row first, then the provider |
+| `attendant` | renews what its process holds, and sweeps, again and again |
 """
 
+from rollmill.sandboxes.leases.attendant import Attendant, AttendantSettings, AttendantStatistics
 from rollmill.sandboxes.leases.keeper import Held, Keeper, KeeperSettings, SweepReport
-from rollmill.sandboxes.leases.law import Claim, Phase, Row
+from rollmill.sandboxes.leases.law import Claim, OnExpiry, Phase, Row
 from rollmill.sandboxes.leases.table import LeaseTable
 
-__all__ = ["Claim", "Held", "Keeper", "KeeperSettings", "LeaseTable", "Phase", "Row", "SweepReport"]
+__all__ = [
+    "Attendant",
+    "AttendantSettings",
+    "AttendantStatistics",
+    "Claim",
+    "Held",
+    "Keeper",
+    "KeeperSettings",
+    "LeaseTable",
+    "OnExpiry",
+    "Phase",
+    "Row",
+    "SweepReport",
+]

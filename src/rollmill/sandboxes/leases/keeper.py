@@ -30,7 +30,7 @@ from rollmill.errors import (
     SandboxLeaseLost,
 )
 from rollmill.sandboxes.leases import law
-from rollmill.sandboxes.leases.law import Act, Claim, Phase, Row, Step
+from rollmill.sandboxes.leases.law import Act, Claim, OnExpiry, Phase, Row, Step
 from rollmill.sandboxes.leases.table import LeaseTable
 from rollmill.sandboxes.protocol import Provider, Sandbox
 from rollmill.sandboxes.records import DeathReason, Lease, Record, SandboxSpec, SandboxState, SnapshotRef
@@ -53,6 +53,8 @@ class KeeperSettings(Record, frozen=True, kw_only=True):
         grace_s: a creation may take so long before a sweep takes it for given up; above every `call_s` in use.
         keep_before_s: where a provider ends sandboxes at an age and cannot be asked for more, a sweep suspends rollouts
             as their files so long before. Above the time between two sweeps and the one that a snapshot takes.
+        on_expiry: what a sweep does with a sandbox that runs when its lease ends: `END` it; or keep its `FILES`, or its
+            `MEMORY` too, for `suspended_ttl_s`, after which that ends. Where the provider cannot, it ends.
     """
 
     name: str
@@ -63,6 +65,7 @@ class KeeperSettings(Record, frozen=True, kw_only=True):
     call_s: float = 120.0
     grace_s: float = 180.0
     keep_before_s: float = 900.0
+    on_expiry: OnExpiry = OnExpiry.END
 
     def __post_init__(self) -> None:
         for field in ("ttl_s", "suspended_ttl_s", "slack_s", "call_s"):
@@ -97,6 +100,7 @@ class SweepReport(Record, frozen=True, kw_only=True):
         killed: ended, orphans and their snapshots among them.
         failed: would not end, or could not be kept; tried again later.
         renewed: were to end, and got more time in that moment.
+        suspended: their lease ended while they ran; the rollout may be resumed.
     """
 
     adopted: tuple[Step, ...] = ()
@@ -105,6 +109,7 @@ class SweepReport(Record, frozen=True, kw_only=True):
     killed: tuple[Step, ...] = ()
     failed: tuple[Step, ...] = ()
     renewed: tuple[Step, ...] = ()
+    suspended: tuple[Step, ...] = ()
 
 
 _OUTCOMES = SweepReport.__struct_fields__
@@ -137,6 +142,11 @@ class Keeper:
         self._in_thread = in_thread
         self._busy: set[str] = set()
         self._moving: dict[str, asyncio.Future[bool]] = {}
+
+    @property
+    def settings(self) -> KeeperSettings:
+        """Return how leases are kept."""
+        return self._settings
 
     # -- a rollout's sandbox -----------------------------------------------------------------------------------------
 
@@ -421,13 +431,22 @@ class Keeper:
         """Make table and provider agree: adopt what was made, kill what nobody owns, try failed kills again."""
         labels, salt = {law.KEEPER_LABEL: self._settings.name}, self._table.salt
         async with self._in_time("list", "of all"):
-            keep_after_s = law.keep_after_s(await self._provider.capabilities(), before_s=self._settings.keep_before_s)
+            able = await self._provider.capabilities()
             statuses = await self._provider.list(labels=labels)
             names = [ref.snapshot_id for ref in await self._provider.snapshots()]
+        keep_after_s = law.keep_after_s(able, before_s=self._settings.keep_before_s)
+        suspends = law.can_suspend(self._settings.on_expiry, able)
         seen, busy = law.seen_of(statuses, names, salt=salt), frozenset(self._busy)
         rows = await self._books(lambda: self._table.rows(provider=self._settings.provider))
-        grace_s = self._settings.grace_s
-        steps = law.sweep(rows, seen, now_s=self._now_s(), busy=busy, grace_s=grace_s, keep_after_s=keep_after_s)
+        steps = law.sweep(
+            rows,
+            seen,
+            now_s=self._now_s(),
+            busy=busy,
+            grace_s=self._settings.grace_s,
+            keep_after_s=keep_after_s,
+            suspends=suspends,
+        )
         done = [(step, await self._carry_out(step)) for step in steps if step.sandbox_id not in self._busy]
         return SweepReport(**{word: tuple(step for step, how in done if how == word) for word in _OUTCOMES})
 
@@ -448,6 +467,8 @@ class Keeper:
             unowned = msgspec.structs.replace(row, phase=phase, owner="")
             await self._edit(row, lambda one: unowned if one == row else one)
             return "adopted"
+        if step.act is Act.EXPIRE:
+            return await self._expire(row, step)
         if step.act is Act.END:
             after = await self._edit(
                 row, lambda one: law.ending(one, now_s=now_s, note=step.why) if one == row else one
@@ -466,6 +487,60 @@ class Keeper:
         except (SandboxError, DeadlineExceeded):
             return "failed"  # the row stays, and the next sweep sees it again
         return "kept"
+
+    async def _expire(self, row: Row, step: Step) -> str:
+        """Suspend a sandbox whose lease ended; one that cannot be suspended ends."""
+        name = law.snapshot_id_of(row.sandbox_id)
+        is_new = self._settings.on_expiry is OnExpiry.FILES and name not in row.snapshots
+        named = msgspec.structs.replace(row, snapshots=(*row.snapshots, name)) if is_new else row
+        with self._at_work(row.sandbox_id):
+            if await self._edit(row, lambda one: named if one == row else one) != named:
+                return "renewed"
+            problem, refs = await self._suspended_unowned(named, name)
+            if not problem:
+                held = msgspec.structs.replace(named, refs=(*named.refs, *refs))
+                after = law.expired(held, now_s=self._now_s(), ttl_s=self._settings.suspended_ttl_s)
+                await self._edit(named, lambda one: after if one == named else one)
+                await self._prolong(after)
+                return "suspended"
+        note = f"{step.why}, and it could not be suspended: {problem}"
+        ending = law.ending(named, now_s=self._now_s(), note=note)
+        await self._edit(named, lambda one: ending if one == named else one)
+        return "killed" if await self._kill(ending, reason=DeathReason.LEASE_EXPIRED) else "failed"
+
+    async def _suspended_unowned(self, row: Row, name: str) -> tuple[str, tuple[SnapshotRef, ...]]:
+        """Keep a sandbox's files or memory; return why that was not possible, and what any process can restore."""
+        try:
+            async with self._in_time("suspension", row.sandbox_id):
+                sandbox = await self._provider.attach(row.sandbox_id)
+                if self._settings.on_expiry is OnExpiry.MEMORY:
+                    if sandbox.state is not SandboxState.PAUSED:
+                        await sandbox.pause()
+                    return "", ()
+                if sandbox.state is SandboxState.PAUSED:
+                    await sandbox.resume()
+                ref = await sandbox.snapshot(id=name, stop_processes=True, end=True)
+                return "", (ref,) if ref.durable else ()
+        except (SandboxError, DeadlineExceeded) as error:
+            return "" if await self._is_kept(row) else str(error), ()
+
+    async def _is_kept(self, row: Row) -> bool:
+        """Return whether a snapshot of it is there: made before whoever made it was killed."""
+        if law.durable_of(row):
+            return True
+        try:
+            async with self._in_time("list of snapshots", row.sandbox_id):
+                return any(ref.snapshot_id in row.snapshots for ref in await self._provider.snapshots())
+        except (SandboxError, DeadlineExceeded):
+            return False
+
+    async def _prolong(self, row: Row) -> None:
+        """Let the provider keep what is paused; if it does not, a sweep sees that it is gone."""
+        if self._settings.on_expiry is not OnExpiry.MEMORY:
+            return
+        with contextlib.suppress(SandboxError, DeadlineExceeded):
+            async with self._in_time("renewal", row.sandbox_id):
+                await (await self._provider.attach(row.sandbox_id)).renew(self._lease(row))
 
     async def _remove_orphan(self, step: Step) -> str:
         try:

@@ -1,7 +1,7 @@
 """The rules of leases: who may act on a rollout's sandbox, and what a sweep does. Pure.
 
     creating --made--> running <--resumed-- suspended
-        |                 |  --suspended-->     |
+        |                 |  --suspended-->     |      by its owner, or when its lease ends
         '--not there--> (gone)                  |
                           '------ending <-------'      released, expired or superseded
                                     '--killed--> (gone)
@@ -202,6 +202,33 @@ def to_move(rows: Iterable[Row], *, count: int, busy: frozenset[str] = frozenset
     return tuple(sorted(found, key=lambda row: (row.expires_s, row.sandbox_id))[: max(0, count)])
 
 
+class OnExpiry(enum.Enum):
+    """What becomes of a sandbox that runs when its lease ends."""
+
+    END = "end"
+    """It ends."""
+    FILES = "files"
+    """Its files are kept, and it ends with its programs; a rollout that is resumed begins with them."""
+    MEMORY = "memory"
+    """It is paused with its programs, and keeps its memory."""
+
+
+def can_suspend(on_expiry: OnExpiry, capabilities: Capabilities) -> bool:
+    """Return whether a provider can do what is wanted when a lease ends; else the sandbox ends.
+
+    Example:
+        >>> can_suspend(OnExpiry.FILES, Capabilities(files_snapshot=True)), can_suspend(OnExpiry.END, Capabilities())
+        (True, False)
+    """
+    able = {OnExpiry.FILES: capabilities.files_snapshot, OnExpiry.MEMORY: capabilities.pause}
+    return able.get(on_expiry, False)
+
+
+def expired(row: Row, *, now_s: float, ttl_s: float) -> Row:
+    """Return the row of a sandbox that was suspended when its lease ended: nobody's, until somebody resumes it."""
+    return msgspec.structs.replace(row, phase=Phase.SUSPENDED, owner="", expires_s=now_s + ttl_s)
+
+
 # -- ends -------------------------------------------------------------------------------------------------------------
 
 
@@ -232,6 +259,7 @@ class Act(enum.Enum):
 
     ADOPT = "adopt"
     SUSPEND = "suspend"
+    EXPIRE = "expire"
     DROP = "drop"
     END = "end"
     KILL = "kill"
@@ -299,6 +327,7 @@ def sweep(
     busy: frozenset[str] = frozenset(),
     grace_s: float,
     keep_after_s: float = math.inf,
+    suspends: bool = False,
 ) -> tuple[Step, ...]:
     """Return what is to be done so that table and provider agree.
 
@@ -312,10 +341,12 @@ def sweep(
         busy: sandboxes that some call of this process works on.
         grace_s: a creation may take so long before it counts as given up.
         keep_after_s: age, from when it was asked for, at which a sandbox is suspended as its files.
+        suspends: what ran when its lease ended is suspended first, and ends when that lease has ended too.
     """
     known = {row.sandbox_id: row for row in rows}
     named = {name for row in known.values() for name in row.snapshots}
-    steps = [_step(row, seen, now_s, grace_s, keep_after_s) for row in known.values() if row.sandbox_id not in busy]
+    free = [row for row in known.values() if row.sandbox_id not in busy]
+    steps = [_step(row, seen, now_s, grace_s, keep_after_s, suspends) for row in free]
     orphans = [(Act.KILL_ORPHAN, one) for one in sorted(seen.alive - set(known) - busy)]
     orphans += [(Act.DELETE_ORPHAN, one) for one in sorted(seen.snapshots - named)]
     return (
@@ -329,7 +360,7 @@ def durable_of(row: Row) -> tuple[SnapshotRef, ...]:
     return tuple(ref for ref in row.refs if ref.durable and ref.snapshot_id in row.snapshots)
 
 
-def _step(row: Row, seen: Seen, now_s: float, grace_s: float, keep_after_s: float) -> Step | None:
+def _step(row: Row, seen: Seen, now_s: float, grace_s: float, keep_after_s: float, suspends: bool) -> Step | None:
     lives = row.sandbox_id in seen.alive
     kept = bool(seen.snapshots & set(row.snapshots)) or bool(durable_of(row))
 
@@ -346,7 +377,10 @@ def _step(row: Row, seen: Seen, now_s: float, grace_s: float, keep_after_s: floa
         asked = f"it was asked for {now_s - row.asked_s:.0f} s ago and is not there"
         return step(Act.DROP, asked if row.phase is Phase.CREATING else "the provider has lost it")
     if row.expires_s <= now_s:
-        return step(Act.END, f"its lease, of {row.owner or 'nobody'!r}, ended")
+        # A creation that nobody has seen the end of holds no work, unless it was made from a snapshot.
+        holds_work = row.phase is Phase.RUNNING or (row.phase is Phase.CREATING and kept)
+        act = Act.EXPIRE if suspends and holds_work else Act.END
+        return step(act, f"its lease, of {row.owner or 'nobody'!r}, ended")
     if not lives and row.phase is not Phase.SUSPENDED:
         return step(Act.SUSPEND, "it has ended, and its snapshot is there")
     if row.phase is Phase.CREATING:
