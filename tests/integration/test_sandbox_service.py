@@ -456,6 +456,44 @@ def test_killing_the_service_leaves_no_sandbox(service, tmp_path):
         assert list(doomed.records.glob("*.json")) == []
 
 
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_after_a_restart_paused_files_and_templates_are_there_and_what_ran_is_gone(service, tmp_path, number):
+    kept = ("--snapshots", str(tmp_path / "snapshots"))
+    with serving(tmp_path, *kept) as first:
+        paused, running = first.create(metadata={"kept": "yes"}), first.create()
+        paused.files.write("state", "before the end")
+        running.files.write("state", "in a template")
+        running.create_snapshot(mode="filesystem", name="my-state")
+        running.commands.run("sleep 1000", background=True)
+        assert paused.pause(mode="filesystem") is True
+        first.end(number)
+    with serving(tmp_path, *kept) as second:
+        (found,) = e2b.Sandbox.list(**second.options).next_items()
+        assert (found.sandbox_id, found.state.value, found.metadata) == (paused.sandbox_id, "paused", {"kept": "yes"})
+        again = e2b.Sandbox.connect(paused.sandbox_id, timeout=60, **second.options)
+        assert again.files.read("state") == "before the end"
+        assert second.create("my-state").files.read("state") == "in a template"
+        with pytest.raises(e2b.NotFoundException):
+            e2b.Sandbox.connect(running.sandbox_id, timeout=60, **second.options)
+        assert second.end()[0] == 0
+        assert list(second.records.glob("*.json")) == []
+
+
+def test_two_services_do_not_share_what_they_promised(service, tmp_path):
+    kept = ("--leases", str(tmp_path / "leases.sqlite"))
+    with serving(tmp_path / "one", *kept):
+        options = ["--listen", "127.0.0.1:0", "--token-env", "TOKEN_OF_TEST", "--directory", str(tmp_path / "two")]
+        done = subprocess.run(
+            [sys.executable, "-m", "rollmill.cli", "sandbox", "serve", *options, *kept],
+            env={**os.environ, "TOKEN_OF_TEST": TOKEN},
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert done.returncode == 2
+        assert "another service has its leases in" in done.stderr
+
+
 # -- commands ---------------------------------------------------------------------------------------------------------
 
 

@@ -106,6 +106,12 @@ _DIRECTORY = click.option(
     default=None,
     help="Where snapshots of files are kept, and paused sandboxes when the node is short; in memory unless given.",
 )
+@click.option(
+    "--leases",
+    type=click.Path(path_type=Path, dir_okay=False),
+    default=None,
+    help="Where is written what callers were promised, for the next service; with --snapshots leases.sqlite there.",
+)
 @click.option("--store", type=click.Path(path_type=Path), default=None, help="Where images are kept: see `prepare`.")
 @backend_option
 @_DIRECTORY
@@ -123,12 +129,17 @@ def serve_command(
     least_free_disk: float,
     without_internet: bool,
     snapshots: Path | None,
+    leases: Path | None,
     store: Path | None,
     backend: str,
     directory: Path | None,
     as_json: bool,
 ) -> None:
-    """Serve sandboxes of this machine to clients of E2B's API, until SIGTERM; they end with the service."""
+    """Serve sandboxes of this machine to clients of E2B's API, until SIGTERM.
+
+    They end with the service. With --snapshots those that are paused as files, and snapshots that are templates, are
+    there again when a service is started with the same directory, also after a crash.
+    """
     from rollmill.sandboxes.service import Listen, ServiceSettings, load_templates
     from rollmill.sandboxes.service.serving import check_serving, parse_listen
 
@@ -158,8 +169,11 @@ def serve_command(
         document = {"url": url, "pid": os.getpid(), "templates": sorted(templates), "warnings": where.warnings()}
         show(document, text=_text(url, token_env, sorted(templates)), as_json=as_json)
 
+    if leases is None and snapshots is not None:
+        leases = snapshots / "leases.sqlite"
     serving = _serve(
         where,
+        leases=leases,
         settings=settings,
         backend=provider,
         templates=templates,
@@ -193,6 +207,7 @@ async def _serve(
     watched: bool,
     max_starting: int,
     least_free_disk: float,
+    leases: Path | None,
     announce: Callable[[str], None],
 ) -> None:
     from rollmill.runtime.stopping import stop_on_signals
@@ -200,6 +215,7 @@ async def _serve(
     from rollmill.sandboxes.metrics import SandboxFigures, SandboxMetrics, count_states
     from rollmill.sandboxes.service import Node, serve_node
     from rollmill.sandboxes.service.law import left_behind
+    from rollmill.sandboxes.service.ledger import Ledger
     from rollmill.sandboxes.service.moving import move_to_disk
     from rollmill.sandboxes.service.room import Room, room_of
     from rollmill.sandboxes.service.stock import PooledStock
@@ -232,7 +248,10 @@ async def _serve(
         if _keeps_on_disk(backend):  # the directory is this provider's alone, so whoever made these has ended
             await provider.delete_snapshots(left_behind([one.snapshot_id for one in await provider.snapshots()]))
         stock = PooledStock(provider, pool, ready=ready)
-        node = await stack.enter_async_context(Node(provider, settings=settings, templates=templates, stock=stock))
+        ledger = None if leases is None else stack.enter_context(contextlib.closing(Ledger(leases)))
+        node = await stack.enter_async_context(
+            Node(provider, settings=settings, templates=templates, stock=stock, ledger=ledger)
+        )
         # Busy processors slow the pool's starts down; they are no reason to stop them.
         bounds = GuardSettings(cpu_some=1.0, disk_free=least_free_disk, inodes_free=least_free_disk)
         guard = await stack.enter_async_context(NodeGuard(pool, reader=NodeReader(disks), settings=bounds))

@@ -7,7 +7,9 @@
 | each sandbox | its timeout | it is ended or paused, as its creator chose |
 | a move to disk | as those, for the sandbox's files to be written | `transition_s`; carried through |
 
-What is due and what follows is `law`'s to say. Tokens and metadata are in memory only: sandboxes end with this service.
+What is due and what follows is `law`'s to say. Without a ledger tokens and metadata are in memory only, and sandboxes
+end with this service. With one those that are paused as files outlive it, if their snapshots do; the next service with
+the same ledger takes them on, and ends whatever else it names.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from rollmill.clock import Clock, SystemClock
 from rollmill.errors import DeadlineExceeded, ImageError, RollmillError, SandboxDead, SandboxRetryable
 from rollmill.sandboxes.protocol import Provider, Sandbox
 from rollmill.sandboxes.records import DeathReason, Lease, SandboxSpec, SnapshotRef
+from rollmill.sandboxes.service.books import Books, served_of
 from rollmill.sandboxes.service.law import (
     Fate,
     HttpProblem,
@@ -34,6 +37,7 @@ from rollmill.sandboxes.service.law import (
     end_after_connect,
     fate,
 )
+from rollmill.sandboxes.service.ledger import Ledger
 from rollmill.sandboxes.service.problems import gone
 from rollmill.sandboxes.service.served import Order, Served
 from rollmill.sandboxes.service.settings import ServiceSettings
@@ -60,6 +64,7 @@ class Node:
         templates: what callers may ask for.
         stock: where sandboxes come from; `None`: from the provider, each as it is asked for.
         clock: of the times that callers see.
+        ledger: what outlives this service; closed by whoever opened it, after the node.
     """
 
     def __init__(
@@ -70,6 +75,7 @@ class Node:
         templates: Mapping[str, Template],
         stock: Stock | None = None,
         clock: Clock | None = None,
+        ledger: Ledger | None = None,
     ) -> None:
         self.settings = ServiceSettings() if settings is None else settings
         self.templates = templates
@@ -84,6 +90,7 @@ class Node:
         self._can_pause = self._can_keep_files = self._can_keep_programs = self.files_carry_words = False
         self._running: set[asyncio.Task[None]] = set()
         self._storing: set[asyncio.Future[SnapshotRef]] = set()
+        self._books = Books(ledger, provider=provider)
 
     async def __aenter__(self) -> Node:
         """Ask the provider what it can, and begin."""
@@ -93,7 +100,22 @@ class Node:
         self.files_carry_words = capabilities.attributes
         self.default_user = self.settings.default_user or ("user" if capabilities.users else "root")
         self._loop = asyncio.get_running_loop()
+        await self._take_on()
         return self
+
+    async def _take_on(self) -> None:
+        """Go on with what an earlier service left in the ledger."""
+        found = await self._books.found(
+            now_wall_s=self._clock.wall_s(), paused_ttl_s=self.settings.paused_ttl_s, limit_s=self.settings.transition_s
+        )
+        for kept in found.templates:
+            self.shelf.put(kept)
+        for row in found.adopted:
+            served = served_of(row, stall_s=self.settings.stream_stall_s)
+            self._served[served.id] = served
+            served.end_wall_s = row.end_wall_s
+            served.end_s = self._loop.time() + max(0.0, row.end_wall_s - self._clock.wall_s())
+            served.timer = self._loop.call_at(served.end_s, self._due, served)
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -105,10 +127,14 @@ class Node:
             if self._storing:  # what is half written belongs to nobody yet
                 await asyncio.wait(self._storing, timeout=self.settings.transition_s)
             alive = [one.sandbox.id for one in self._served.values() if one.files is None]
-            kept = [one.files.snapshot_id for one in self._served.values() if one.files is not None]
+            kept = [one.files for one in self._served.values() if one.files is not None]
             await self._provider.kill(alive, reason=DeathReason.RELEASED)
-            if kept := [*kept, *self.shelf.ids()]:
-                await self._provider.delete_snapshots(kept)
+            gone = self._books.not_outliving([*kept, *self.shelf.refs()])
+            if gone:
+                await self._provider.delete_snapshots(gone)
+            await self._books.ended(
+                [one.id for one in self._served.values() if one.files is None or one.files.snapshot_id in gone], gone
+            )
             self._served.clear()
         finally:
             for task in self._running:
@@ -236,7 +262,12 @@ class Node:
         sandbox_id = f"sbx{secrets.token_hex(9)}"
         own = {"E2B_SANDBOX": "true", "E2B_SANDBOX_ID": sandbox_id, "E2B_TEMPLATE_ID": order.template}
         served = Served(sandbox_id, order, spec=spec, envs={**envs, **own, **order.envs})
-        sandbox = await self._made(served, files, left_s=order.timeout_s)
+        await self._books.note(served)  # before anything is made for it
+        try:
+            sandbox = await self._made(served, files, left_s=order.timeout_s)
+        except BaseException:
+            self._books.forget(served)
+            raise
         served.began(sandbox, stall_s=self.settings.stream_stall_s)
         served.started_wall_s = round(self._clock.wall_s(), 6)  # as it is told to callers, who ask by it
         self._served[sandbox_id] = served
@@ -336,7 +367,10 @@ class Node:
             await self._stock.resume(served.sandbox)
         else:
             kept = served.files
+            await self._books.note(served)
             served.began(await self._made(served, kept, left_s=left_s), stall_s=self.settings.stream_stall_s)
+            served.standing = Standing.RUNNING
+            await self._books.note(served)  # before what it was made of goes
             await self._provider.delete_snapshots([kept.snapshot_id])
         served.standing = Standing.RUNNING
 
@@ -363,7 +397,9 @@ class Node:
 
     async def _store(self, served: Served) -> None:
         """Keep a sandbox's files and end it; carried through if whoever asked has no more time."""
-        name = f"{served.id}-files-{served.lives}"
+        name = self._books.named(f"{served.id}-files-{served.lives}")
+        served.snapshot = name
+        await self._books.note(served)  # before it is made
         storing = asyncio.ensure_future(self._files_of(served, name=name))
         served.storing = True
         self._storing.add(storing)
@@ -372,6 +408,8 @@ class Node:
             served.storing = False
             self._storing.discard(done)
             if done.cancelled() or done.exception() is not None:
+                served.snapshot = ""
+                self._books.noted(served)
                 return
             self._stock.ended(served.sandbox)
             if served.id not in self._served:  # ended meanwhile
@@ -468,6 +506,7 @@ class Node:
         self._disarm(served)
         served.standing = Standing.ENDED
         self._served.pop(served.id, None)
+        self._books.forget(served)
         if served.order.key and self._by_key.get(served.order.key, (None,))[0] == served.order:
             del self._by_key[served.order.key]
 
@@ -484,10 +523,12 @@ class Node:
         served = self.find(sandbox_id)
         if full and not self._can_keep_programs:
             raise HttpProblem(501, "a snapshot keeps files here, not memory; ask for one with mode='filesystem'")
-        ref = await self._take(served, "snapshot", name=f"snp{secrets.token_hex(9)}", full=full)
+        ref = await self._take(served, "snapshot", name=self._books.named(f"snp{secrets.token_hex(9)}"), full=full)
         kept = Kept(ref=ref, name=name, sandbox_id=sandbox_id, envs=served.order.envs)
         replaced = self.shelf.put(kept)
+        await self._books.keep(kept)
         if replaced is not None:
+            self._books.let_go(replaced.id)
             await self._provider.delete_snapshots([replaced.ref.snapshot_id])
         return kept
 
@@ -510,7 +551,7 @@ class Node:
         own = {name: value for name, value in served.envs.items() if not name.startswith("E2B_")}
         full = self._can_keep_programs and bool(served.programs.infos())
         with self._room(count):
-            ref = await self._take(served, "fork", name=f"frk{secrets.token_hex(9)}", full=full)
+            ref = await self._take(served, "fork", name=self._books.named(f"frk{secrets.token_hex(9)}"), full=full)
             try:
                 starts = (self._start(order, spec=ref.spec, envs=own, files=ref) for _ in range(count))
                 results = await asyncio.gather(*starts, return_exceptions=True)
@@ -541,6 +582,7 @@ class Node:
         kept = self.shelf.take(name)
         if kept is None:
             return False
+        self._books.let_go(kept.id)
         await self._provider.delete_snapshots([kept.ref.snapshot_id])
         return True
 
@@ -551,6 +593,7 @@ class Node:
         if end_s != served.end_s:
             served.end_s = end_s
             served.end_wall_s = self._clock.wall_s() + end_s - self._loop.time()
+            self._books.noted(served)
         served.timer = self._loop.call_at(end_s, self._due, served)
 
     def _disarm(self, served: Served) -> None:

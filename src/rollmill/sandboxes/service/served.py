@@ -54,6 +54,7 @@ class Served:
         end_s: when its timeout ends, on the loop's clock.
         end_wall_s: the same since the epoch, as it was when that was set: callers compare what they are told.
         files: what is kept of it while it is paused without its memory.
+        snapshot: name under which that is or may be kept; empty for none.
         storing: whether that is being made, and the sandbox may have ended for it.
         paused_s: when it was paused the last time, on the loop's clock.
         lost: what became of its programs when only its files were kept, in words; empty if they never went so.
@@ -77,6 +78,7 @@ class Served:
         self.timer: asyncio.TimerHandle | None = None
         self.turn = asyncio.Lock()
         self.files: SnapshotRef | None = None
+        self.snapshot = ""
         self.storing = False
         self.paused_s = 0.0
         self.lost = ""
@@ -94,9 +96,14 @@ class Served:
         """Return the id that the backend knows it by in its present life."""
         return self.id if not self.lives else f"{self.id}-{self.lives}"
 
+    def last_backend_id(self) -> str:
+        """Return the id of what the backend may have of it now: of its present life, or of the next one."""
+        runs = self._sandbox is not None and self.files is None
+        return self._sandbox.id if runs and self._sandbox is not None else self.backend_id()
+
     def began(self, sandbox: Sandbox, *, stall_s: float) -> None:
         """Note that it answers: a fresh start, without programs."""
-        self._sandbox, self.files = sandbox, None
+        self._sandbox, self.files, self.snapshot = sandbox, None, ""
         self.programs = Programs(stall_s=stall_s, earlier=self.lost)
         self.accounts = Accounts(sandbox)
         self.watchers = {}

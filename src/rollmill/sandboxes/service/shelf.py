@@ -54,6 +54,10 @@ class Shelf:
         """Return the ids of all."""
         return tuple(self._kept)
 
+    def refs(self) -> tuple[SnapshotRef, ...]:
+        """Return the backend's own of all."""
+        return tuple(one.ref for one in self._kept.values())
+
     def chosen(self, *, sandbox_id: str, name: str) -> tuple[Kept, ...]:
         """Return those of one sandbox and of one name; empty takes all."""
         return tuple(
