@@ -1,29 +1,30 @@
-"""Starts, calls, bursts, density and bombs; each measure opens what it needs and leaves nothing behind."""
+"""Starts, calls, bursts and density; each measure opens what it needs and leaves nothing behind."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 
 import psutil
-from common import LEASE, MIB, SMALL, Record, canary, new_id, opened, spread, timed
+from common import LEASE, SMALL, Record, new_id, opened, spread, timed
 from peers import Peers
 
 from rollmill.errors import RollmillError
-from rollmill.sandboxes import ExecResult, HostImage, Limits, SandboxSpec
+from rollmill.sandboxes import Sandbox
+from rollmill.sandboxes.backends.namespaces import NamespaceProvider
 
 BATCH = 8
-BOMB_DEADLINE_S = 0.5
-LOOK_S = 0.01
+PYTHON = ["python3", "-c", "print(1)"]
 
 
 async def starts(*, repeats: int) -> Record:
-    """Measure create to first exec, and a whole life, ours and the peers' in turn."""
+    """Measure create to first exec, and whole lives of `true` and of Python, ours and the peers' in turn."""
     first: list[float] = []
     created: list[float] = []
     lives: dict[str, list[float]] = {"rollmill": []}
+    pythons: dict[str, list[float]] = {}
     with Peers() as peers:
         async with opened() as provider:
             for _ in range(repeats):
@@ -37,13 +38,23 @@ async def starts(*, repeats: int) -> Record:
                 for peer in peers.found:
                     spent = await timed(asyncio.to_thread(peer.run, ["true"]))
                     lives.setdefault(peer.name, []).append(spent)
+                    spent = await timed(asyncio.to_thread(peer.run, PYTHON))
+                    pythons.setdefault(peer.name, []).append(spent)
+                pythons.setdefault("rollmill", []).append(await timed(_life_of_python(provider)))
         return {
             "create": spread(created),
             "create_to_first_exec": spread(first),
             "whole_life_of_true": {name: spread(values) for name, values in lives.items()},
+            "whole_life_of_python": {name: spread(values) for name, values in pythons.items()},
             "peers": {peer.name: peer.version for peer in peers.found},
             "left_out": peers.left_out,
         }
+
+
+async def _life_of_python(provider: NamespaceProvider) -> None:
+    sandbox = await provider.create(SMALL, id=new_id(), lease=LEASE)
+    await sandbox.exec(PYTHON)
+    await sandbox.kill()
 
 
 async def execs(*, repeats: int) -> Record:
@@ -62,10 +73,26 @@ async def execs(*, repeats: int) -> Record:
             await call()  # the first makes what later ones find made
             found[name] = spread([await timed(call()) for _ in range(repeats)])
         busy = [await provider.create(SMALL, id=new_id(), lease=LEASE) for _ in range(2 * len(os.sched_getaffinity(0)))]
+        found["all_exec_at_once"] = await _all_at_once(busy, repeats=repeats)
         loops = [await one.start_process(["sh", "-c", "while :; do :; done"]) for one in busy]
-        found["true_under_full_load"] = spread([await timed(calls["true"]()) for _ in range(repeats)])
+        found["true_beside_loops"] = spread([await timed(calls["true"]()) for _ in range(repeats)])
+        own = busy[0]
+        found["true_in_one_that_loops"] = spread([await timed(own.exec(["true"])) for _ in range(repeats)])
         found["loops"] = len(loops)
         return found
+
+
+async def _all_at_once(sandboxes: Sequence[Sandbox], *, repeats: int) -> Record:
+    """Measure round trips while every sandbox has one under way all the time, more of them than cores."""
+    times: list[float] = []
+
+    async def calls(sandbox: Sandbox) -> None:
+        times.extend([await timed(sandbox.exec(["true"])) for _ in range(repeats)])
+
+    at_s = time.perf_counter()
+    await asyncio.gather(*(calls(one) for one in sandboxes))
+    rate = len(times) / (time.perf_counter() - at_s)
+    return {"sandboxes": len(sandboxes), "calls_per_s": rate, **spread(times)}
 
 
 async def burst(*, count: int, at_once: int, deadline_s: float = 60.0) -> Record:
@@ -122,56 +149,3 @@ async def density(*, count: int) -> Record:
         "starts_per_s": count / started_s,
         "all_ended_after_s": time.perf_counter() - at_s,
     }
-
-
-BOMBS = {
-    "fork": (["sh", "-c", "b() { b | b & }; b; sleep 30"], Limits(pids=64, memory_bytes=128 * MIB)),
-    "inode": (
-        ["python3", "-c", "import itertools\nfor i in itertools.count(): open(f'/tmp/{i}', 'w').close()"],
-        Limits(inodes=20_000, memory_bytes=128 * MIB),
-    ),
-    "disk": (["sh", "-c", "cat /dev/zero > /tmp/zero"], Limits(disk_bytes=64 * MIB, memory_bytes=256 * MIB)),
-    "memory": (
-        ["python3", "-c", "held = []\nwhile True: held.append(bytearray(1 << 20))"],
-        Limits(memory_bytes=128 * MIB),
-    ),
-    "output": (["yes"], Limits(output_bytes=4 * MIB)),
-}
-
-
-async def bombs(*, repeats: int) -> Record:
-    """Measure how long each bomb goes on after its start, and how the host feels meanwhile.
-
-    A bomb is contained when its program was ended or refused. One that goes on within its caps, as forks that are
-    refused, is ended by the deadline of its call; how many processes it ever had is told.
-    """
-    found: Record = {}
-    async with opened() as provider:
-        for name, (argv, limits) in BOMBS.items():
-            ends: list[float] = []
-            how, most = "", 0
-            canaries: list[float] = []
-            for _ in range(repeats):
-                spec = SandboxSpec(image=HostImage(), limits=limits)
-                sandbox = await provider.create(spec, id=new_id(), lease=LEASE)
-                async with canary() as latencies:
-                    at_s = time.perf_counter()
-                    running = asyncio.create_task(sandbox.exec(argv, timeout_s=BOMB_DEADLINE_S))
-                    while not running.done():
-                        most = max(most, (await sandbox.usage()).processes or 0)
-                        await asyncio.wait({running}, timeout=LOOK_S)
-                    how = ended_by(running)
-                    ends.append(time.perf_counter() - at_s)
-                canaries += latencies
-                await sandbox.kill()
-            found[name] = {"contained": spread(ends), "how": how, "most_processes": most, "canary": spread(canaries)}
-    return found
-
-
-def ended_by(running: asyncio.Task[ExecResult]) -> str:
-    """Return in a word or two what ended a program."""
-    try:
-        result = running.result()
-    except RollmillError as error:
-        return type(error).__name__
-    return result.killed_by or f"exit status {result.exit_code}"
