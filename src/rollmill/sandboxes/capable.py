@@ -13,7 +13,7 @@ _MACHINES = ("qemu", "firecracker")
 BACKENDS: Mapping[str, tuple[str, ...]] = {
     "full_snapshot": ("gvisor (as root)", *_MACHINES),
     "live_fork": ("gvisor (as root)", *_MACHINES),
-    "pause": ("namespaces (with cgroup v2)", "gvisor", *_MACHINES, "docker", "e2b"),
+    "pause": ("namespaces (with cgroup v2)", "gvisor", *_MACHINES, "docker", "e2b", "daytona"),
     "pause_files": ("namespaces", "gvisor"),
     "expose": ("namespaces", "gvisor", *_MACHINES),
 }

@@ -11,18 +11,19 @@ from rollmill.sandboxes.backends.e2b.driver import E2BDriver
 from rollmill.sandboxes.backends.e2b.settings import E2BSettings
 from rollmill.sandboxes.backends.http import Secret
 from rollmill.sandboxes.backends.kubernetes.driver import KubernetesDriver
+from rollmill.sandboxes.backends.kubernetes.settings import KubernetesSettings
 from rollmill.sandboxes.backends.modal.driver import ModalDriver
 from rollmill.sandboxes.backends.prime.driver import PrimeDriver
 from rollmill.sandboxes.backends.swerex.driver import SweRexDriver
 from rollmill.sandboxes.capable import BACKENDS, unsupported
 
 OPENED = {
+    "kubernetes": lambda: KubernetesDriver(KubernetesSettings(server="http://127.0.0.1:1")),
     "e2b": lambda: E2BDriver(E2BSettings(token=Secret("x" * 20))),
     "docker": lambda: DockerDriver(DockerSettings()),
 }
 HOSTED = {
     "daytona": DaytonaDriver,
-    "kubernetes": KubernetesDriver,
     "modal": ModalDriver,
     "prime": PrimeDriver,
     "swerex": SweRexDriver,
