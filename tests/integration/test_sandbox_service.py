@@ -22,6 +22,7 @@ from typing import Any
 
 import pytest
 
+from gvisor_builders import need_gvisor
 from sandbox_builders import why_no_namespaces
 
 e2b = pytest.importorskip("e2b", reason="E2B's SDK is not installed; `pip install e2b`")
@@ -656,6 +657,22 @@ def test_what_would_keep_memory_is_refused_in_words(service):
         one.fork(count=2)
     handle.kill()
     one.kill()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.geteuid() != 0, reason="gVisor restores processes as root only")
+def test_with_a_backend_that_keeps_processes_snapshots_and_forks_go_on_where_they_were(tmp_path):
+    need_gvisor(tmp_path / "probe")
+    with serving(tmp_path, "--backend", "gvisor") as service:
+        one = service.create()
+        one.commands.run("i=0; while :; do i=$((i+1)); echo $i >count; sleep 0.05; done", background=True)
+        until(lambda: one.files.exists("count"))
+        snapshot = one.create_snapshot(mode="full", name="counting")
+        (fork,) = one.fork(count=1, timeout=60)
+        for each in (service.create(snapshot.snapshot_id), fork, one):
+            first = int(each.files.read("count"))
+            until(lambda each=each, first=first: int(each.files.read("count") or 0) > first)
+        assert service.end()[0] == 0
 
 
 def test_forks_begin_with_the_files_of_a_sandbox_in_which_nothing_runs(service):
