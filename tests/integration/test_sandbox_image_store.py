@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -116,6 +117,20 @@ def test_layers_are_shown_as_oci_means_them_and_root_owns_them(rig, whole):
 
     rig.run(body)
     assert whole.verify("whole") == ()
+
+
+def test_snapshots_that_were_lost_with_their_memory_hold_no_image(tmp_path, whole):
+    async def body(provider: Any) -> None:
+        sandbox = await start(provider, SPEC)
+        await sandbox.snapshot(id=new_id())
+        await sandbox.exec(["true"])
+        os.kill(provider.records.read(sandbox.id).helper.pid, signal.SIGKILL)
+        await until(lambda: sandbox.death is not None)
+        assert await provider.snapshots() == ()
+        await until(lambda: holders(whole) == ())
+
+    with real_rig(tmp_path / "records", images=whole.settings) as rig:
+        rig.run(body)
 
 
 def test_an_image_is_held_while_a_sandbox_of_it_lives(rig, whole):

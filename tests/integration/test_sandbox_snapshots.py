@@ -16,6 +16,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -477,6 +478,34 @@ def test_when_the_shelf_is_killed_snapshots_in_memory_are_lost_and_sandboxes_liv
         own.run(body)
         zygote = zygote_of(own)
     assert shelves_of(zygote) == []
+
+
+def test_a_shelf_that_is_lost_in_the_middle_of_a_snapshot_ends_its_sandbox_and_that_is_said(tmp_path, rig):
+    with real_rig(tmp_path / "own") as own:
+
+        async def body(provider: Provider) -> None:
+            sandbox = await start(provider)
+            await sandbox.snapshot(id=new_id())
+            held = own.provider._snapshots
+            hold = held.hold
+
+            async def hold_and_lose(sandbox_id: str) -> Any:
+                layer = await hold(sandbox_id)
+                for shelf in shelves_of(zygote_of(own)):
+                    os.kill(shelf, signal.SIGKILL)
+                await until(lambda: held.losses == 1)
+                return layer
+
+            held.hold = hold_and_lose
+            with pytest.raises(SandboxDead, match="lost with the process that kept them") as raised:
+                await sandbox.snapshot(id=new_id())
+            assert (raised.value.reason, raised.value.fault) == ("provider_lost", "infrastructure")
+            assert own.provider.alive() == ()
+            assert await provider.snapshots() == ()
+            held.hold = hold
+            await end(await copy_of(provider, await start(provider)))
+
+        own.run(body)
 
 
 def test_a_shelf_ends_with_the_zygote(tmp_path, rig):

@@ -29,7 +29,8 @@ from rollmill.sandboxes import (
     SandboxSpec,
 )
 from rollmill.sandboxes.disk_records import DiskRecord, DiskRecords, default_directory, is_alive
-from rollmill.sandboxes.images import ImageStoreSettings
+from rollmill.sandboxes.images import ImageStore, ImageStoreSettings
+from rollmill.sandboxes.images.store import has_mounts
 from rollmill.sandboxes.isolation import parse_level
 from rollmill.sandboxes.sweep import kill_outright, sweep
 
@@ -200,16 +201,21 @@ def _row(record: DiskRecord) -> dict[str, Any]:
 
 @sandbox_group.command("kill")
 @click.option("--orphans", is_flag=True, help="Remove everything whose owner has ended.")
+@click.option("--store", type=click.Path(path_type=Path), default=None, help="Where images are kept.")
 @click.argument("ids", nargs=-1)
 @_directory_option
 @json_option
-def kill_command(ids: tuple[str, ...], orphans: bool, directory: Path | None, as_json: bool) -> None:
+def kill_command(
+    ids: tuple[str, ...], orphans: bool, store: Path | None, directory: Path | None, as_json: bool
+) -> None:
     """End sandboxes by id, also those of other processes, and wait until nothing of them is left."""
     if not ids and not orphans:
         raise click.UsageError("name sandboxes to end (`rollmill sandbox list` shows them), or give --orphans")
     records = DiskRecords(directory or default_directory())
     left = [one for one in ids if not _kill(records, one)]
     swept = sweep(records) if orphans else None
+    if orphans and has_mounts(images := ImageStoreSettings(directory=store)):
+        ImageStore(images)  # opening it unmounts what nobody holds
     removed = [*(one for one in ids if one not in left), *(swept.removed if swept else ())]
     left += swept.left if swept else ()
     text = (

@@ -559,6 +559,18 @@ class ImageStore:
             raise SandboxError(message) from error
 
 
+def has_mounts(settings: ImageStoreSettings) -> bool:
+    """Return whether layers of a store are mounted, by whomever; opening it unmounts those that nobody holds.
+
+    Raises:
+        OSError: if the store cannot be looked at.
+    """
+    try:
+        return any((settings.place() / "mounts").iterdir())
+    except FileNotFoundError:
+        return False
+
+
 def _own_mark() -> ProcessMark:
     mark = mark_of(os.getpid())
     if mark is None:

@@ -10,13 +10,15 @@ import asyncio
 import os
 import threading
 from collections.abc import Collection
+from contextlib import suppress
 
 import msgspec
 
+from rollmill.errors import RollmillError
 from rollmill.sandboxes.images.holds import Holds
 from rollmill.sandboxes.images.records import ImageConfig, is_digest
 from rollmill.sandboxes.images.settings import ImageStoreSettings
-from rollmill.sandboxes.images.store import HeldImage, ImageStore
+from rollmill.sandboxes.images.store import HeldImage, ImageStore, has_mounts
 from rollmill.sandboxes.reaper import ReaperStatistics
 
 
@@ -59,6 +61,16 @@ class ImageUses:
         self._taking: dict[str, asyncio.Task[str]] = {}
         self._waiting: dict[str, int] = {}
         self._tidying: set[asyncio.Future[None]] = set()
+
+    async def unmount_left(self) -> None:
+        """Unmount the layers that killed processes left mounted; a store without mounts is not opened."""
+        await asyncio.get_running_loop().run_in_executor(None, self._unmount_left)
+
+    def _unmount_left(self) -> None:
+        # Whoever uses an image is told what is wrong with the store; a sandbox without one needs no store.
+        with suppress(RollmillError, OSError):
+            if has_mounts(self._settings):
+                self._open()
 
     async def acquire(self, ref: str, *, user: str) -> ImageInUse:
         """Use an image until `release`; the same user may ask again.

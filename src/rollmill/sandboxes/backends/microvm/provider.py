@@ -102,6 +102,7 @@ class MicroVmProvider(OwnSandboxes[MicroVmSandbox], SnapshotCalls):
             await asyncio.to_thread(tidy, place)
         if self._observer is not None:
             self._observer.swept(removed=len(report.removed), left=len(report.left))
+        await self._images.unmount_left()
         return self
 
     async def __aexit__(

@@ -83,7 +83,8 @@ class NamespaceProvider(OwnSandboxes[NamespaceSandbox], SnapshotCalls):
         self._observer = observer
         self.records = DiskRecords(self._settings.records_directory())
         images = ImageUses(self._settings.images, what=f"sandboxes of process {os.getpid()}")
-        super().__init__(Snapshots(self._settings, order=self._order_layers), images=images)
+        snapshots = Snapshots(self._settings, order=self._order_layers, on_lost=self._let_image_go)
+        super().__init__(snapshots, images=images)
         self._hierarchies = cgroups.discover()
         self._alive: dict[str, NamespaceSandbox] = {}
         self._ends: OrderedDict[str, SandboxStatus] = OrderedDict()
@@ -101,6 +102,7 @@ class NamespaceProvider(OwnSandboxes[NamespaceSandbox], SnapshotCalls):
         report = await asyncio.get_running_loop().run_in_executor(None, sweep, self.records)
         if self._observer is not None:
             self._observer.swept(removed=len(report.removed), left=len(report.left))
+        await self._images.unmount_left()
         await self._running_zygote()
         try:
             await self._hold_images()

@@ -112,7 +112,7 @@ class SnapshotCalls:
         await self._snapshots.delete(snapshot_id)
         if self._snapshots.durable:
             await self._images.unpin(holder=self._snapshots.identity, name=snapshot_id)
-        self._images.release(_holder(snapshot_id))
+        self._let_image_go(snapshot_id)
 
     # -- for a sandbox -------------------------------------------------------------------------------------------------
 
@@ -253,7 +253,7 @@ class SnapshotCalls:
             except RollmillError as further:
                 error.add_note(f"and then: {further}")
             raise
-        if sandbox.death is None:
+        if sandbox.death is None and self._snapshots.book.is_whole(chain):
             self._stand_on(sandbox, chain)
         if end:
             await self._go_on(sandbox, end=True)
@@ -279,6 +279,7 @@ class SnapshotCalls:
 
     async def _rest(self, sandbox: NamespaceSandbox, *, force: bool) -> Layer:
         """Have the layer held, end the first process, and let the sandbox stand on the layer."""
+        losses = self._snapshots.losses
         try:
             layer = await self._hold(sandbox, force=force)
             try:
@@ -287,10 +288,19 @@ class SnapshotCalls:
                 self._snapshots.drop([layer])
                 sandbox.distrust(f"its first process did not end for a snapshot: {error}", DeathReason.PROVIDER_LOST)
                 raise
+            if self._snapshots.losses != losses:
+                self._give_up(sandbox)
+            if sandbox.death is not None:
+                raise dead_error(sandbox.id, sandbox.death)
             self._stand_on(sandbox, (layer.layer_id, *sandbox.chain), new=[layer])
             return layer
         finally:
             self._snapshots.book.unreserve(sandbox.id)
+
+    def _give_up(self, sandbox: NamespaceSandbox) -> None:
+        """Close the books of a sandbox without a first process whose files were lost; nothing if they are closed."""
+        detail = "its layers were lost with the process that kept them, in the middle of a snapshot"
+        self._forget(sandbox, reason=sandbox.ordered or DeathReason.PROVIDER_LOST, detail=detail)
 
     async def _hold(self, sandbox: NamespaceSandbox, *, force: bool) -> Layer:
         """Have the layer held; if that fails the sandbox goes on as it was."""
@@ -340,6 +350,10 @@ class SnapshotCalls:
             what, holder = self._snapshots.words(name), self._snapshots.identity
             await self._images.pin(kept.image_digest, holder=holder, name=name, what=what)
 
+    def _let_image_go(self, snapshot_id: str) -> None:
+        """Let go of the image below a snapshot that is gone."""
+        self._images.release(_holder(snapshot_id))
+
     async def _hold_images(self) -> None:
         """Hold the images below snapshots that an earlier provider left on the disk, and no others for it any more."""
         if not self._snapshots.durable:
@@ -356,6 +370,8 @@ class SnapshotCalls:
 
     async def _go_on(self, sandbox: NamespaceSandbox, *, end: bool) -> None:
         """Start a first process in place of the one that ended; or let the sandbox end here."""
+        if not self._snapshots.book.is_whole(sandbox.chain):
+            self._give_up(sandbox)
         if sandbox.death is not None:
             self._snapshots.release(sandbox.id)
             raise dead_error(sandbox.id, sandbox.death)

@@ -35,11 +35,23 @@ class Snapshots:
     Args:
         settings: of the provider.
         order: hands an order to the zygote; `False` if there is none.
+        on_lost: called with the id of each snapshot that was lost with the memory that held it.
+
+    Attributes:
+        losses: how often what was in memory was lost.
     """
 
-    def __init__(self, settings: NamespaceSettings, *, order: Callable[[dict[str, Any]], bool]) -> None:
+    def __init__(
+        self,
+        settings: NamespaceSettings,
+        *,
+        order: Callable[[dict[str, Any]], bool],
+        on_lost: Callable[[str], None] = lambda _: None,
+    ) -> None:
         self._settings = settings
         self._order = order
+        self._on_lost = on_lost
+        self.losses = 0
         self.book = SnapshotBook(most_bytes=settings.snapshot_bytes, most_inodes=settings.snapshot_inodes)
         self._numbers = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[dict[str, Any]]] = {}
@@ -231,7 +243,13 @@ class Snapshots:
 
     def lose(self) -> None:
         """What was in memory is gone, and nobody answers any more."""
+        self.losses += 1
+        before = self.book.snapshots()
         self.drop(self.book.lose_memory())
+        left = {one.ref.snapshot_id for one in self.book.snapshots()}
+        for one in before:
+            if one.ref.snapshot_id not in left:
+                self._on_lost(one.ref.snapshot_id)
         self._late.clear()
         for future in self._waiting.values():
             if not future.done():
