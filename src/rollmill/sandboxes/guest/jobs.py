@@ -410,10 +410,11 @@ def _enter(
     if terminal:
         fcntl.ioctl(0, _TIOCSCTTY, 0)
     kernel.close_all_except((0, 1, 2) if extra is None else (0, 1, 2, 3))
-    # Nothing of the agent is left in reach now; readable again, so that the file below belongs to this process.
+    # Nothing of the agent's descriptors is left in reach now; readable, so that the file below belongs to this process.
     kernel.set_dumpable(True)
     with open("/proc/self/oom_score_adj", "w") as stream:
         stream.write(_VICTIM_OOM_SCORE)  # when memory runs out this goes before the agent does
+    kernel.set_dumpable(False)  # until it is the program: its executable is still the host's (CVE-2019-5736)
     if cpu_s:
         resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s))
     if memory_bytes:
