@@ -96,12 +96,13 @@ test-vllm: $(VENV)/.dev ## Hold a real vLLM to the contract of all engines (3.5 
 test-gvisor: $(VENV)/.dev ## Hold gVisor's sandboxes to the contract and the attacks (builds its runtime the first time)
 	command -v runsc >/dev/null || $(BIN)/rollmill sandbox build-runsc
 	REQUIRE_GVISOR=1 $(BIN)/python -m pytest -m "slow and not gpu" tests/contract/test_sandbox_gvisor_contract.py \
-	  tests/integration/test_sandbox_gvisor.py tests/integration/test_sandbox_gvisor_abuse.py $(ARGS)
+	  tests/integration/test_sandbox_gvisor.py tests/integration/test_sandbox_gvisor_abuse.py \
+	  tests/integration/test_sandbox_gvisor_attacks.py $(ARGS)
 
 test-qemu: $(VENV)/.dev ## Hold machines under QEMU, emulated, and the fake of Firecracker to the contract and the kills
 	REQUIRE_SANDBOXES=1 $(BIN)/python -m pytest -m "slow and not gpu" tests/contract/test_sandbox_qemu_contract.py \
 	  tests/contract/test_sandbox_firecracker_contract.py tests/integration/test_sandbox_qemu.py \
-	  tests/integration/test_sandbox_machine_crashes.py $(ARGS)
+	  tests/integration/test_sandbox_qemu_attacks.py tests/integration/test_sandbox_machine_crashes.py $(ARGS)
 
 test-vendors: $(VENDORS)/.ready ## Run the vendors' own SDKs against the fakes of their sandboxes (0.4 GB the first time)
 	REQUIRE_VENDORS=1 $(VENDORS)/bin/python -m pytest -m "not gpu" tests/contract/test_sandbox_vendor_*.py \

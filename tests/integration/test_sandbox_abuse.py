@@ -1,5 +1,7 @@
 """What a program may try from inside a namespace sandbox, and what becomes of it: bombs are contained, escapes fail.
 
+Here are the attacks that take more than a few words of code inside; the others are the table of `sandbox_attacks`.
+
 The programs run in real sandboxes, as root or as a plain user, whoever runs the suite. Each test leaves the sandbox as
 it was, or ends it; at the end nothing of any of them is left on the machine.
 """
@@ -7,7 +9,6 @@ it was, or ends it; at the end nothing of any of them is left on the machine.
 from __future__ import annotations
 
 import asyncio
-import errno
 import os
 import time
 from collections.abc import Iterator
@@ -194,6 +195,13 @@ def test_a_memory_bomb_of_many_processes_and_files_is_bounded_as_a_whole(rig):
     assert peak <= 64 * MIB
 
 
+@needs_root
+def test_memory_that_no_process_has_mapped_is_bounded_too(rig):
+    code = "import os\nfor i in range(100): os.write(os.memfd_create('x'), bytes(8 << 20))"
+    result = contained(rig, code)
+    assert (result.exit_code, result.killed_by) == (-9, "")
+
+
 @pytest.mark.skipif(AS_ROOT, reason="as root the whole sandbox has a memory cap instead")
 def test_without_cgroups_the_memory_of_each_process_is_bounded(rig):
     result = contained(rig, "keep = [bytearray(8 << 20) for _ in range(100)]")
@@ -264,19 +272,6 @@ def test_orphans_are_reaped(rig, shared):
 
 
 # -- the agent and the supervisor ------------------------------------------------------------------------------------
-
-
-def test_the_agent_cannot_be_killed_traced_or_read(rig, shared):
-    code = TRY + (
-        "import signal\n"
-        "for number in range(1, 32): attempt(lambda: os.kill(1, number))\n"
-        "print(attempt(lambda: open('/proc/1/mem', 'rb')), attempt(lambda: os.listdir('/proc/1/fd')),\n"
-        "      attempt(lambda: open('/proc/1/environ').read()), attempt(lambda: os.readlink('/proc/1/root')),\n"
-        "      attempt(lambda: call(101, 16, 1, 0, 0)))"
-    )
-    found = says(python(rig, shared, code)).split()
-    assert set(found) <= {"EACCES", "EPERM"}, found
-    assert says(python(rig, shared, "print('alive')")) == "alive"
 
 
 def test_the_agent_cannot_be_bounded_or_starved(rig):
@@ -359,15 +354,6 @@ def test_watchers_and_terminals_end_at_their_bounds(rig, shared):
     assert says(python(rig, shared, code)) == "8 64"
 
 
-def test_processes_of_the_host_are_not_there(rig, shared):
-    code = (
-        f"import os; print(os.path.exists('/proc/{os.getpid()}'), sum(p.isdigit() for p in os.listdir('/proc')) < 20)"
-    )
-    assert says(python(rig, shared, code)) == "False True"
-    attack = TRY + f"print(attempt(lambda: os.kill({os.getpid()}, 9)), attempt(lambda: os.kill(-1, 0)))"
-    assert says(python(rig, shared, attack)).split()[0] == "ESRCH"
-
-
 def test_a_fork_server_that_is_killed_is_replaced(rig, shared):
     others = "[int(p) for p in os.listdir('/proc') if p.isdigit() and int(p) not in (1, os.getpid())]"
     kill_all = f"import os\nfor p in {others}: os.kill(p, 9)"
@@ -397,33 +383,6 @@ def test_root_inside_has_seven_capabilities_no_new_privileges_and_a_filter(rig, 
     assert (lines["CapAmb"], lines["NoNewPrivs"], lines["Seccomp"]) == ("0" * 16, "1", "2")
 
 
-def test_nested_namespaces_are_refused(rig, shared):
-    code = TRY + (
-        "NEW = {'ns': 0x20000, 'cgroup': 0x2000000, 'uts': 0x4000000, 'ipc': 0x8000000, 'user': 0x10000000,\n"
-        "       'pid': 0x20000000, 'net': 0x40000000}\n"
-        "def unshare(flag):\n"
-        "    if libc.unshare(flag): raise OSError(ctypes.get_errno(), 'refused')\n"
-        "print(*{attempt(lambda: unshare(flag)) for flag in NEW.values()},\n"
-        "      *{open(f'/proc/sys/user/max_{n}_namespaces').read().strip() for n in ('user', 'net', 'mnt', 'pid')})"
-    )
-    assert says(python(rig, shared, code)) == "EPERM 0"
-
-
-def test_mounts_devices_and_the_clock_are_refused(rig, shared):
-    code = TRY + (
-        "import socket, stat, time\n"
-        "def mount(*a):\n"
-        "    if libc.mount(*a): raise OSError(ctypes.get_errno(), 'refused')\n"
-        "print(attempt(lambda: mount(b'none', b'/tmp', b'tmpfs', 0, None)),\n"
-        "      attempt(lambda: os.mknod('/tmp/sda', stat.S_IFBLK | 0o600, os.makedev(8, 0))),\n"
-        "      attempt(lambda: os.mknod('/tmp/mem', stat.S_IFCHR | 0o600, os.makedev(1, 1))),\n"
-        "      attempt(lambda: time.clock_settime(time.CLOCK_REALTIME, 0)),\n"
-        "      attempt(lambda: socket.sethostname('evil')), attempt(lambda: os.chroot('/tmp')))"
-    )
-    found = says(python(rig, shared, code)).split()
-    assert set(found) <= {"EPERM", "EACCES"}, found
-
-
 ASK = "ASK = ['-I', '-c', 'import os; print(os.geteuid())']"
 
 
@@ -437,18 +396,6 @@ def test_setuid_programs_give_nothing(rig, shared):
     if AS_ROOT:
         attack = f"import subprocess; {ASK}; print(subprocess.run(['/tmp/suid', *ASK], capture_output=True).stdout)"
         assert says(python(rig, shared, attack, user="user")) == "b'1000\\n'"
-
-
-def test_dangerous_calls_do_not_exist(rig, shared):
-    code = TRY + (
-        "numbers = dict(bpf=321, keyctl=250, userfaultfd=323, io_uring=425, perf=298, open_by_handle=304, kexec=246,\n"
-        "               init_module=175, process_vm_readv=310, io_setup=206, pidfd_getfd=438, fsopen=430, clone3=435,\n"
-        "               future=480)\n"
-        "print(*sorted({attempt(lambda: call(n, 0, 0, 0, 0, 0, 0)) for n in numbers.values()}))"
-    )
-    if os.uname().machine != "x86_64":
-        pytest.skip("the numbers here are those of x86_64; the program itself is tested for both")
-    assert says(python(rig, shared, code)) == "ENOSYS EPERM"
 
 
 # -- the host's files, devices and network ---------------------------------------------------------------------------
@@ -499,28 +446,6 @@ def test_a_pipe_in_place_of_a_file_does_not_hang_the_agent(rig, shared):
     assert rig.run(body) == ["SandboxFileError"] * 3
 
 
-def test_what_is_written_below_the_hosts_directories_stays_inside(rig, shared):
-    mark = f"/usr/local/{new_id()}"
-    result = python(rig, shared, TRY + f"print(attempt(lambda: os.mkdir({mark!r})))")
-    assert says(result) == ("done" if AS_ROOT else "EACCES")
-    assert not os.path.exists(mark)
-
-
-def test_kernel_settings_and_masked_files_cannot_be_used(rig, shared):
-    code = TRY + (
-        "print(attempt(lambda: open('/proc/sys/kernel/hostname', 'w').write('x')),\n"
-        "      attempt(lambda: open('/proc/sysrq-trigger', 'w').write('b')),\n"
-        "      attempt(lambda: open('/dev/new', 'w')))\n"
-        "def size(path):\n"
-        "    try: return len(open(path).read())\n"
-        "    except OSError: return 0\n"
-        "print(sum(map(size, ('/proc/kallsyms', '/proc/timer_list', '/proc/keys', '/proc/cmdline', '/proc/kcore'))))"
-    )
-    first, masked = says(python(rig, shared, code)).splitlines()
-    assert set(first.split()) <= {"EROFS", "EACCES", "EPERM", "ENOENT"}
-    assert masked == "0"
-
-
 def test_there_is_no_network_but_the_loopback(rig, shared):
     code = TRY + (
         "import socket\n"
@@ -539,15 +464,6 @@ def test_there_is_no_network_but_the_loopback(rig, shared):
     assert lines[0] == "loopback"
     assert lines[1].startswith("['lo'")
     assert lines[2:] == ["ENETUNREACH", "ENETUNREACH", "EAFNOSUPPORT EAFNOSUPPORT EPERM"]
-
-
-def test_a_service_of_the_host_on_its_loopback_is_out_of_reach(rig, shared):
-    import socket
-
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-        code = TRY + f"import socket; s = socket.socket(); print(attempt(lambda: s.connect(('127.0.0.1', {port}))))"
-        assert says(python(rig, shared, code)) == errno.errorcode[errno.ECONNREFUSED]
 
 
 # -- isolation that is not enough ------------------------------------------------------------------------------------

@@ -21,7 +21,11 @@ pytestmark = pytest.mark.integration
 TESTS = Path(__file__).parents[1]
 PLAIN_USER = 54321
 SOMEBODY_ELSES_PYTHON = "/usr/bin/python3"
-SLOW_ALTOGETHER = ("contract/test_sandbox_adapters_service.py",)
+SLOW_ALTOGETHER = (
+    "contract/test_sandbox_adapters_service.py",
+    "integration/test_sandbox_attacks.py",
+    "integration/test_sandbox_verifier.py",
+)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -142,6 +146,8 @@ def plain_directory() -> Iterator[str]:
         "contract/test_sandbox_state_contract.py",
         "contract/test_sandbox_adapters_service.py",
         "integration/test_sandbox_abuse.py",
+        "integration/test_sandbox_attacks.py",
+        "integration/test_sandbox_verifier.py",
         "integration/test_sandbox_image_build.py",
         "integration/test_sandbox_image_store.py",
         "integration/test_sandbox_service.py",

@@ -20,14 +20,12 @@ pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
 # What these ask for is answered by the host's kernel there, and by gVisor's here; below is what gVisor must answer.
 del test_a_memory_bomb_is_killed_and_the_agent_is_not  # noqa: F821
+del test_memory_that_no_process_has_mapped_is_bounded_too  # noqa: F821
 del test_a_memory_bomb_of_many_processes_and_files_is_bounded_as_a_whole  # noqa: F821
-del test_the_agent_cannot_be_killed_traced_or_read  # noqa: F821
 del test_command_lines_of_the_machinery_tell_nothing_of_the_host  # noqa: F821
 del test_watchers_and_terminals_end_at_their_bounds  # noqa: F821
 del test_root_inside_has_seven_capabilities_no_new_privileges_and_a_filter  # noqa: F821
-del test_nested_namespaces_are_refused  # noqa: F821
 del test_files_of_the_host_are_not_there  # noqa: F821
-del test_kernel_settings_and_masked_files_cannot_be_used  # noqa: F821
 del test_there_is_no_network_but_the_loopback  # noqa: F821
 del test_a_machine_that_isolates_less_than_the_minimum_starts_nothing  # noqa: F821
 del test_every_protection_of_this_backend_but_the_cgroups_holds_for_everybody  # noqa: F821
@@ -153,15 +151,6 @@ def test_settings_of_the_kernel_inside_cannot_be_used_and_what_is_put_into_dev_s
     assert set(refused) <= {"EROFS", "EACCES", "EPERM", "ENOENT", "ENXIO"}  # a node for which there is no device
     assert masked == "0"
     assert not os.path.exists("/dev/new-of-a-sandbox")
-
-
-def test_namespaces_cannot_be_made_inside(rig, shared):
-    code = TRY + (
-        "def unshare(flag):\n"
-        "    if libc.unshare(flag): raise OSError(ctypes.get_errno(), 'refused')\n"
-        "print(*{attempt(lambda: unshare(flag)) for flag in (0x20000, 0x4000000, 0x10000000, 0x20000000, 0x40000000)})"
-    )
-    assert says(python(rig, shared, code)) == "EPERM"
 
 
 def test_there_is_no_network_but_the_loopback(rig, shared):
