@@ -8,6 +8,8 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -86,8 +88,16 @@ def test_a_sweep_removes_what_a_zygote_that_hangs_would_keep(owner):
     nothing_left(owner, marks)
 
 
+def orphans_ended(records: Path, store: Path) -> None:
+    """Do what the command line does."""
+    words = ["sandbox", "kill", "--orphans", "--directory", str(records), "--store", str(store)]
+    done = subprocess.run([sys.executable, "-m", "rollmill.cli", *words], capture_output=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.parametrize("form", ["tree", "erofs"])
-def test_the_next_provider_unmounts_the_layers_of_a_killed_owners_image(tmp_path, stores, form):
+@pytest.mark.parametrize("swept", ["by the next provider", "by the command line"])
+def test_a_sweep_unmounts_the_layers_of_a_killed_owners_image(tmp_path, stores, form, swept):
     if form in stores.missing:
         pytest.skip(f"no layers of the form {form} here: {stores.missing[form]}")
     before = mounts()
@@ -98,7 +108,10 @@ def test_the_next_provider_unmounts_the_layers_of_a_killed_owners_image(tmp_path
     assert len(mounts() - before) == (stores.layers if form == "erofs" else 0)
     owner.kill()
     eventually(lambda: not any(map(is_alive, marks)))
-    asyncio.run(next_start(owner.directory, stores.paths[form]))
+    if swept == "by the next provider":
+        asyncio.run(next_start(owner.directory, stores.paths[form]))
+    else:
+        orphans_ended(owner.directory, stores.paths[form])
     nothing_left(owner, marks)
     assert mounts() - before == {}
 
