@@ -331,7 +331,7 @@ in_child(lambda: call('open_tree', -100, b'/', 1))
     Attack(
         name="unmount or remount what masks /proc and /sys",
         kind=NAMESPACES,
-        source="CVE-2016-1581, CVE-2025-31133 and the like: masked paths",
+        source="CVE-2025-31133 (runc) and the like: masked paths",
         holds="seccomp, and CAP_SYS_ADMIN is gone",
         code="""
 for path in (b'/proc/sys', b'/proc', b'/dev', b'/sys', b'/'):
@@ -375,7 +375,7 @@ found = [one for one in found if os.stat(one).st_mode & 0o222]
 tell(*{attempt(opened, one) for one in found}, 'looked')
 """,
         held=CLOSED | {"looked"},
-        left_out={GVISOR: "its settings are its own kernel's; the next one looks at those of names"},
+        left_out={GVISOR: "its settings are its own kernel's, and end with it"},
     ),
     Attack(
         name="reboot by sysrq",
@@ -662,7 +662,7 @@ for family, protocol in ((socket.AF_INET, 1), (socket.AF_INET6, 58), (17, 3)):
     Attack(
         name="reach the host of a virtual machine or deep protocols (vsock, AF_ALG, netfilter, audit)",
         kind=NETWORK,
-        source="CVE-2017-6074, CVE-2022-32250 and the like",
+        source="CVE-2022-32250 and the like",
         holds="seccomp allows four families, and of netlink routes alone",
         code="""
 tell(attempt(socket.socket, 40, socket.SOCK_STREAM), attempt(socket.socket, 38, socket.SOCK_SEQPACKET),
