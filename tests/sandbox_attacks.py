@@ -1385,8 +1385,8 @@ def page() -> str:
     """Return the tables of docs/internals/sandbox-attacks.md."""
     rows: dict[str, list[str]] = {}
     for one in (*ATTACKS, *VERIFIER_ATTACKS):
-        left = f" Left out with gVisor: {one.left_out[GVISOR]}." if GVISOR in one.left_out else ""
-        rows.setdefault(one.kind, []).append(f"| {one.name} | {one.source} | {one.holds}.{left} |")
+        left = f". Left out with gVisor: {one.left_out[GVISOR]}" if GVISOR in one.left_out else ""
+        rows.setdefault(one.kind, []).append(f"| {one.name} | {one.source} | {one.holds}{left} |")
     for kind, name, holds in ELSEWHERE.values():
         rows.setdefault(kind, []).append(f"| {name} | - | {holds} |")
     tables = (f"### {kind}\n\n| Attack | Known from | What holds |\n|---|---|---|\n" + "\n".join(found)
