@@ -445,6 +445,37 @@ def test_files_that_their_vendor_keeps_are_resumed_by_a_process_that_has_never_s
     run_virtual(whole(), clock=clock)
 
 
+@pytest.mark.parametrize("dies_at", range(20))
+def test_whenever_an_owner_dies_in_a_resume_what_is_left_suspended_can_be_resumed(tmp_path, dies_at):
+    """Snapshots that outlive their process are believed to be there: before they are deleted that must end."""
+    clock, fate, provider = VirtualClock(start_s=1000.0), Fate(), FakeSandboxProvider()
+
+    async def whole() -> None:
+        table = MortalTable(tmp_path / "leases.sqlite", fate)
+        mortal: Any = Durable(MortalCalls(provider, fate))
+        first = Keeper(table, mortal, settings=SETTINGS, owner="first", clock=clock, in_thread=False)
+        held = await first.start("a", SandboxSpec(), policy_version=1)
+        await first.suspend(held.claim, keep_memory=False)
+        fate.left = dies_at
+        with contextlib.suppress(Killed):
+            await first.resume("a")
+        fate.left = -1
+        table.close()
+        for status in await provider.list():  # they end with the owner, as those of a provider within it do
+            await provider.kill([status.sandbox_id])
+        clock.advance(SETTINGS.grace_s + 1.0)
+        table, calls = LeaseTable(tmp_path / "leases.sqlite"), Durable(provider)
+        second: Any = Keeper(table, calls, settings=SETTINGS, owner="second", clock=clock, in_thread=False)
+        await second.sweep()
+        for row in table.rows():
+            assert row.phase is Phase.SUSPENDED
+            await second.release((await second.resume("a")).claim)
+        assert (table.rows(), await provider.snapshots()) == ((), ())
+        table.close()
+
+    run_virtual(whole(), clock=clock)
+
+
 def test_a_table_of_the_first_version_is_taken_on_with_its_rows(tmp_path):
     clock, path = VirtualClock(start_s=1000.0), tmp_path / "leases.sqlite"
 

@@ -375,6 +375,9 @@ class Keeper:
                     generation=after.generation,
                 ) from error
             held_now = await self._running(after, sandbox)
+            if after.refs:
+                # A row with these is believed to have its snapshots; whoever is killed below leaves one without.
+                await self._edit(after, lambda one: msgspec.structs.replace(one, refs=()))
             async with self._in_time("removal of snapshots", after.sandbox_id):
                 await self._provider.delete_snapshots(after.snapshots)
             await self._edit(after, lambda one: msgspec.structs.replace(one, snapshots=(), refs=()))
