@@ -9,7 +9,8 @@
 """
 
 from rollmill.sandboxes.leases.attendant import Attendant, AttendantSettings, AttendantStatistics
-from rollmill.sandboxes.leases.keeper import Held, Keeper, KeeperSettings, SweepReport
+from rollmill.sandboxes.leases.keeper import Keeper
+from rollmill.sandboxes.leases.keeping import Held, KeeperSettings, SweepReport
 from rollmill.sandboxes.leases.law import Claim, OnExpiry, Phase, Row
 from rollmill.sandboxes.leases.table import LeaseTable
 

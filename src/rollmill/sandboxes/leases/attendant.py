@@ -18,7 +18,8 @@ from types import TracebackType
 import msgspec
 
 from rollmill.errors import ConfigError, RollmillError, SandboxDead, SandboxLeaseLost
-from rollmill.sandboxes.leases.keeper import Keeper, SweepReport
+from rollmill.sandboxes.leases.keeper import Keeper
+from rollmill.sandboxes.leases.keeping import SweepReport
 from rollmill.sandboxes.leases.law import Claim
 from rollmill.sandboxes.records import Record
 

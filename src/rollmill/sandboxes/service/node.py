@@ -16,11 +16,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import secrets
 from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
@@ -28,6 +27,7 @@ from rollmill.clock import Clock, SystemClock
 from rollmill.errors import DeadlineExceeded, ImageError, RollmillError, SandboxDead, SandboxRetryable
 from rollmill.sandboxes.protocol import Provider, Sandbox
 from rollmill.sandboxes.records import DeathReason, Lease, SandboxSpec, SnapshotRef
+from rollmill.sandboxes.service.background import guarded, lives, looked_at
 from rollmill.sandboxes.service.books import Books, served_of
 from rollmill.sandboxes.service.law import (
     Fate,
@@ -39,20 +39,19 @@ from rollmill.sandboxes.service.law import (
 )
 from rollmill.sandboxes.service.ledger import Ledger
 from rollmill.sandboxes.service.problems import gone
+from rollmill.sandboxes.service.refusals import (
+    MOVED,
+    PAUSED_AS_FILES,
+    RETRY_S,
+    check_room,
+    check_timeout,
+    unknown_template,
+)
 from rollmill.sandboxes.service.served import Order, Served
 from rollmill.sandboxes.service.settings import ServiceSettings
 from rollmill.sandboxes.service.shelf import Kept, Shelf
 from rollmill.sandboxes.service.stock import Stock
 from rollmill.sandboxes.service.templates import Template
-
-T = TypeVar("T")
-_log = logging.getLogger(__name__)
-_RETRY_S = 1.0
-_PAUSED_AS_FILES = "those from before its last pause ended with it, as only its files were kept"
-_MOVED = (
-    "those from before its last pause ended when this node ran short of memory or process ids and moved it to disk, "
-    "which keeps its files"
-)
 
 
 class Node:
@@ -143,7 +142,7 @@ class Node:
 
     def run(self, work: Coroutine[Any, Any, None], *, name: str) -> None:
         """Run something that belongs to no call; its error is logged and ends nothing else."""
-        task = asyncio.get_running_loop().create_task(_guarded(work, name), name=name)
+        task = asyncio.get_running_loop().create_task(guarded(work, name), name=name)
         self._running.add(task)
         task.add_done_callback(self._running.discard)
 
@@ -237,7 +236,7 @@ class Node:
                 f"the idempotency key {order.key!r} was used for another sandbox; choose another key",
                 word="idempotency_request_mismatch",
             )
-        if known is None or (known[1].done() and not _lives(known[1])):
+        if known is None or (known[1].done() and not lives(known[1])):
             known = order, looked_at(asyncio.ensure_future(self._create(order)))
             self._by_key[order.key] = known
         try:
@@ -277,44 +276,22 @@ class Node:
     def _check(self, order: Order) -> None:
         named = order.template in self.templates or self.shelf.find(order.template) is not None
         if not named and not (self.settings.image_names and order.template):
-            raise self._unknown(order.template)
+            raise unknown_template(order.template, known=self.templates)
         able = self._can_pause if order.plan.keep_memory else self._can_keep_files
         if order.plan.pause and not able:
             what = "with its memory" if order.plan.keep_memory else "as files"
             raise HttpProblem(501, f"it is to be paused {what} at its timeout, and the backend cannot do that here")
-        self.check_timeout(order.timeout_s)
+        check_timeout(order.timeout_s, most_s=self.settings.max_timeout_s)
 
     @contextlib.contextmanager
     def _room(self, count: int) -> Iterator[None]:
         """Set room aside for sandboxes while they start."""
-        alive, most = len(self.all()) + self._starting, self.settings.max_sandboxes
-        if alive + count > most:
-            raise HttpProblem(
-                429,
-                f"{alive} sandboxes are here and {most} may be (max_sandboxes): no room for {count} more; "
-                "end some first",
-                after_s=_RETRY_S,
-            )
+        check_room(len(self.all()) + self._starting, count=count, most=self.settings.max_sandboxes)
         self._starting += count
         try:
             yield
         finally:
             self._starting -= count
-
-    def _unknown(self, template: str, why: str = "") -> HttpProblem:
-        known = ", ".join(sorted(self.templates))
-        return HttpProblem(404, f"template {template!r} is not known here; there are: {known}{why}")
-
-    def check_timeout(self, timeout_s: float) -> None:
-        """Refuse a timeout that is too long.
-
-        Raises:
-            HttpProblem: 400.
-        """
-        if not 0 <= timeout_s <= self.settings.max_timeout_s:
-            raise HttpProblem(
-                400, f"the timeout is {timeout_s:g} s; it must be between 0 and {self.settings.max_timeout_s:g}"
-            )
 
     async def _made(self, served: Served, files: SnapshotRef | None, *, left_s: float) -> Sandbox:
         """Start a sandbox, from files that were kept if there are some."""
@@ -327,9 +304,10 @@ class Node:
         except ImageError as error:
             if served.order.template in self.templates or files is not None:
                 raise
-            raise self._unknown(served.order.template, f". As the name of an image: {error}") from error
+            why = f". As the name of an image: {error}"
+            raise unknown_template(served.order.template, known=self.templates, why=why) from error
         except SandboxDead as error:  # before it answered once
-            raise SandboxRetryable(f"the sandbox ended while it started: {error}", after_s=_RETRY_S) from error
+            raise SandboxRetryable(f"the sandbox ended while it started: {error}", after_s=RETRY_S) from error
 
     def _lease(self, left_s: float) -> Lease:
         return Lease(owner=self.settings.owner, ttl_s=left_s + self.settings.grace_s)
@@ -339,7 +317,7 @@ class Node:
     async def set_timeout(self, sandbox_id: str, *, timeout_s: float) -> None:
         """Let a running sandbox end so long from now."""
         served = self.find(sandbox_id)
-        self.check_timeout(timeout_s)
+        check_timeout(timeout_s, most_s=self.settings.max_timeout_s)
         async with self._turn(served, "new timeout"):
             if served.standing is not Standing.RUNNING:
                 raise HttpProblem(404, f"sandbox {sandbox_id} is paused and has no timeout; connect to it to resume it")
@@ -349,7 +327,7 @@ class Node:
     async def connect(self, sandbox_id: str, *, timeout_s: float) -> tuple[Served, bool]:
         """Return a sandbox that runs, and whether it was resumed for this."""
         served = self.find(sandbox_id)
-        self.check_timeout(timeout_s)
+        check_timeout(timeout_s, most_s=self.settings.max_timeout_s)
         async with self._turn(served, "resume"):
             resumed = served.standing is Standing.PAUSED
             now_s = self._loop.time()
@@ -417,9 +395,9 @@ class Node:
                 return
             served.files = done.result()
             if served.standing is Standing.PAUSED:
-                served.lost = _MOVED
+                served.lost = MOVED
                 return  # its time counts from its pause
-            served.lost = _PAUSED_AS_FILES
+            served.lost = PAUSED_AS_FILES
             self._paused(served)
 
         storing.add_done_callback(stored)
@@ -544,7 +522,7 @@ class Node:
             SandboxUnsupported: if the backend keeps no files.
         """
         served = self.find(sandbox_id)
-        self.check_timeout(timeout_s)
+        check_timeout(timeout_s, most_s=self.settings.max_timeout_s)
         if count < 1:
             raise HttpProblem(400, f"{count} forks cannot be made; ask for 1 or more")
         order = msgspec.structs.replace(served.order, timeout_s=timeout_s, key="")
@@ -616,22 +594,3 @@ class Node:
                     await self._kill(served, DeathReason.LEASE_EXPIRED)
                 case Fate.WAIT:
                     return  # it was given more time while this waited for its turn
-
-
-def looked_at(task: asyncio.Task[T]) -> asyncio.Task[T]:
-    """Return a task whose error is not reported as nobody's when its caller has left."""
-    task.add_done_callback(lambda one: one.cancelled() or one.exception())
-    return task
-
-
-def _lives(task: asyncio.Task[Served]) -> bool:
-    return not task.cancelled() and task.exception() is None and task.result().standing is not Standing.ENDED
-
-
-async def _guarded(work: Coroutine[Any, Any, None], name: str) -> None:
-    try:
-        await work
-    except RollmillError as error:
-        _log.warning("%s: %s", name, error)
-    except Exception:
-        _log.exception("%s failed, which it never should", name)

@@ -15,10 +15,11 @@ from rollmill.errors import RollmillError
 from rollmill.sandboxes.records import FileInfo
 from rollmill.sandboxes.service.accounts import Account, absolute
 from rollmill.sandboxes.service.answers import rpc_answer
+from rollmill.sandboxes.service.background import looked_at
 from rollmill.sandboxes.service.connect import Codec, Envelopes, RpcProblem, codec_of, end_of_stream, envelope
 from rollmill.sandboxes.service.exchange import Call, caller_of, pieces_of, streaming, unary, with_keepalive
 from rollmill.sandboxes.service.inside import Inside
-from rollmill.sandboxes.service.node import Node, looked_at
+from rollmill.sandboxes.service.node import Node
 from rollmill.sandboxes.service.problems import rpc_problem_of
 from rollmill.sandboxes.service.programs import Asked, Hearer, Program
 from rollmill.sandboxes.service.wire import (
