@@ -440,7 +440,7 @@ def main() -> None:
             found = MEASURES[part](args, folder=Path(folder))
         result["machine"] = engine.machine()
         result["settings"] = {
-            name: str(value) if isinstance(value, Path) else value
+            name: value.name if isinstance(value, Path) else value
             for name, value in vars(args).items()
             if name not in ("out", "parts", "summarise")
         }
