@@ -215,19 +215,26 @@ def test_e2bs_users_see_a_pause_of_files_and_programs_that_are_gone(service):
 
 
 @pytest.mark.slow
-def test_what_a_killed_service_moved_to_disk_is_gone_with_the_next_one(service, tmp_path):
+def test_what_a_killed_service_moved_to_disk_goes_on_in_the_next_one_and_is_gone_with_its_sandbox(service, tmp_path):
     e2b = pytest.importorskip("e2b", reason="E2B's SDK is not installed; `pip install e2b`")
     options = {"api_key": TOKEN, "api_url": service.url, "sandbox_url": service.url, "request_timeout": 30}
     one = e2b.Sandbox.create("base", timeout=300, **options)
+    one.files.write("notes", "of the first")
     assert one.pause() is True
     service.short.touch()
     until(lambda: service.pause_mode(one.sandbox_id) == "filesystem")
     assert end(service, signal.SIGKILL) == -signal.SIGKILL
-    assert service.kept() == [f"{one.sandbox_id}-files-1.json"]
+    (kept,) = service.kept()
+    assert kept.startswith(f"{one.sandbox_id}-files-1")
     service.short.unlink()
     second = Service(tmp_path)
     try:
+        assert second.kept() == [kept]
+        options |= {"api_url": second.url, "sandbox_url": second.url}
+        again = e2b.Sandbox.connect(one.sandbox_id, timeout=60, **options)
+        assert again.files.read("notes") == "of the first"
         assert second.kept() == []
+        assert again.kill() is True
         until(lambda: list((tmp_path / "snapshots/layers").iterdir()) == [])
     finally:
         assert end(second, signal.SIGTERM) == 0

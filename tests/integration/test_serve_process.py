@@ -252,8 +252,10 @@ async def test_a_replica_starts_with_the_newest_version_of_a_run_and_loads_later
     publish(models[0])
     publish(models[1])
     folder = _servable(tmp_path / "model", models[0])
-    arguments = ("--model", str(folder), "--repository", str(tmp_path / "run"), "--no-http", "--set")
-    async with serving(*arguments, "generator.max_model_len=128") as process:
+    # Canaries are those of an engine in float32.
+    settings = ("--set", "generator.dtype=float32", "--set", "generator.max_model_len=128")
+    arguments = ("--model", str(folder), "--repository", str(tmp_path / "run"), "--no-http", *settings)
+    async with serving(*arguments) as process:
         client = GeneratorClient(process.said["grpc"])
         turn = await client.generate(request("a", [1, 2, 3], seed=4))
         assert publish(models[2]) == 3

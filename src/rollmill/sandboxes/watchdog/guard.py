@@ -130,7 +130,8 @@ class NodeGuard:
         if self._reading is None:
             self._reading = asyncio.ensure_future(self._read())
         try:
-            reading = await asyncio.wait_for(asyncio.shield(self._reading), self._settings.read_s)
+            async with asyncio.timeout(self._settings.read_s):
+                reading = await asyncio.shield(self._reading)
         except TimeoutError:
             if self._reading.done():
                 self._reading = None

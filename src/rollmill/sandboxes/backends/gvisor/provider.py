@@ -218,7 +218,8 @@ class GvisorProvider(NamespaceProvider):
         try:
             if not self._order_layers({"op": "runsc", "id": sandbox.id, "n": number, "verb": verb, "memory": name}):
                 raise SandboxError(f"sandbox {sandbox.id} cannot {verb}: its zygote ended, and it with that")
-            answer = await asyncio.wait_for(asyncio.shield(future), limit_s)
+            async with asyncio.timeout(limit_s):
+                answer = await asyncio.shield(future)
         except TimeoutError:
             sandbox.distrust(f"the runtime did not {verb} it within {limit_s:g} s", DeathReason.PROVIDER_LOST)
             raise DeadlineExceeded(

@@ -220,7 +220,8 @@ class HostedSandbox(HostedFileCalls):
         self.order_end(reason)
         if self._ending is not None:
             try:
-                await asyncio.wait_for(asyncio.shield(self._ending), self._settings.end_s)
+                async with asyncio.timeout(self._settings.end_s):
+                    await asyncio.shield(self._ending)
             except TimeoutError:
                 raise DeadlineExceeded(
                     f"{self._driver.product} did not end sandbox {self._id} within {self._settings.end_s:g} s. The "

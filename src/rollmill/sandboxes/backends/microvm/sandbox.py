@@ -180,7 +180,8 @@ class MicroVmSandbox(NamespaceSandbox):
 
     async def _bounded(self, what: Awaitable[T], name: str) -> T:
         try:
-            return await asyncio.wait_for(what, self._answer_s)
+            async with asyncio.timeout(self._answer_s):
+                return await what
         except TimeoutError:
             self.distrust(f"its machine did not {name} within {self._answer_s:g} s", DeathReason.PROVIDER_LOST)
             raise DeadlineExceeded(

@@ -101,7 +101,8 @@ class NamespaceOverseen:
         look = _Look(free, last=self._last, counters=self._counters, clock=loop.time)
         thread = _start(look.run, loop, look.done)
         try:
-            await asyncio.wait_for(look.done.wait(), limit_s)
+            async with asyncio.timeout(limit_s):
+                await look.done.wait()
         except TimeoutError:
             look.abandoned = True
             if look.at:

@@ -230,7 +230,8 @@ class NamespaceProvider(OwnSandboxes[NamespaceSandbox], SnapshotCalls):
                 "or end it first"
             )
         try:
-            await asyncio.wait_for(asyncio.shield(sandbox.channel.ready), self._settings.start_s)
+            async with asyncio.timeout(self._settings.start_s):
+                await asyncio.shield(sandbox.channel.ready)
         except TimeoutError:
             what = f"sandbox {sandbox.id} is being started by another call, for more than {self._settings.start_s:g} s"
             raise SandboxRetryable(what, after_s=_RETRY_AFTER_S) from None

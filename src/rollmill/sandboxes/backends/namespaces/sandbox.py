@@ -239,7 +239,8 @@ class NamespaceSandbox(FileCalls):
         """
         self.order_end(reason)
         try:
-            return await asyncio.wait_for(asyncio.shield(self.gone), self._end_s)
+            async with asyncio.timeout(self._end_s):
+                return await asyncio.shield(self.gone)
         except TimeoutError:
             raise DeadlineExceeded(
                 f"sandbox {self._id} was killed and is not gone after {self._end_s:g} s; the kernel still releases "
@@ -320,7 +321,8 @@ class NamespaceSandbox(FileCalls):
             if self._still is None or self._still.done():
                 self._still = self._loop.create_future()
             try:
-                await asyncio.wait_for(asyncio.shield(self._still), self._start_s)
+                async with asyncio.timeout(self._start_s):
+                    await asyncio.shield(self._still)
             except TimeoutError:
                 raise DeadlineExceeded(
                     f"a snapshot of sandbox {self._id} was not done after {self._start_s:g} s; storing or merging many "
@@ -389,7 +391,8 @@ class NamespaceSandbox(FileCalls):
         self.rested.add_done_callback(lambda future: future.cancelled() or future.exception())
         self._order_kill(self._id)
         try:
-            await asyncio.wait_for(asyncio.shield(self.rested), self._end_s)
+            async with asyncio.timeout(self._end_s):
+                await asyncio.shield(self.rested)
         except TimeoutError:
             raise DeadlineExceeded(
                 f"the first process of sandbox {self._id} did not end within {self._end_s:g} s"
@@ -521,7 +524,8 @@ class NamespaceSandbox(FileCalls):
         """Wait for the agent; one that does not answer is given up, and its sandbox with it."""
         limit_s = min(also_s + self._answer_s, _NEVER_S)
         try:
-            return await asyncio.wait_for(answer, limit_s)
+            async with asyncio.timeout(limit_s):
+                return await answer
         except TimeoutError:
             self.order_end(DeathReason.EXITED)
             raise DeadlineExceeded(

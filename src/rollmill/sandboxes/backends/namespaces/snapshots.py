@@ -262,7 +262,8 @@ class Snapshots:
         try:
             if not self._order({**order, "n": number}):
                 raise SandboxError(f"there is no zygote {what}; the sandboxes of this provider have ended")
-            answer = await asyncio.wait_for(asyncio.shield(future), limit_s)
+            async with asyncio.timeout(limit_s):
+                answer = await asyncio.shield(future)
         except TimeoutError:
             raise DeadlineExceeded(
                 f"it took longer than {limit_s:g} s {what}; the machine is overloaded, or the files are many. Raise "
