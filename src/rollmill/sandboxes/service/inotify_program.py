@@ -26,6 +26,14 @@ def say(**document):
     sys.stdout.flush()
 
 
+def has_content(entry):
+    """Return whether a file was written to."""
+    try:
+        return entry.is_file(follow_symlinks=False) and entry.stat(follow_symlinks=False).st_size > 0
+    except OSError:
+        return False
+
+
 def main():
     """Watch until the directory is gone."""
     root, recursive = sys.argv[1], sys.argv[2] == "1"
@@ -43,8 +51,8 @@ def main():
         places[number] = place
         return 0
 
-    def watch_all(place, tell):
-        """Watch a directory and those below; what was made before it was watched is told if asked."""
+    def watch_all(place, found):
+        """Watch a directory and those below; note what was made there before it was watched."""
         error = watch(place)
         if error or not recursive:
             return error
@@ -54,13 +62,14 @@ def main():
             return 0
         for entry in entries:
             below = os.path.join(place, entry.name)
-            if tell:
-                say(type=CREATE, name=below)
+            found.append((CREATE, below))
             if entry.is_dir(follow_symlinks=False):
-                watch_all(below, tell)
+                watch_all(below, found)
+            elif has_content(entry):
+                found.append((WRITE, below))
         return 0
 
-    error = watch_all("", False)
+    error = watch_all("", [])
     if error:
         say(error=os.strerror(error))
         return
@@ -85,12 +94,15 @@ def main():
             elif mask & IGNORED:
                 places.pop(number, None)
             elif number in places and name:
-                path = os.path.join(places[number], name)
+                path, found = os.path.join(places[number], name), []
+                if recursive and mask & IS_DIRECTORY and mask & 0x180:
+                    # Before it is told: who hears of it may write there at once.
+                    watch_all(path, found)
                 for bit, meaning in MEANINGS:
                     if mask & bit:
                         say(type=meaning, name=path)
-                if recursive and mask & IS_DIRECTORY and mask & 0x180:
-                    watch_all(path, True)
+                for meaning, below in found:
+                    say(type=meaning, name=below)
 
     say(ready=True)
     while places:
