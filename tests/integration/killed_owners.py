@@ -127,13 +127,19 @@ def marks_of(owner: Killable) -> list[ProcessMark]:
     return [mark for one in records for mark in (one.helper, one.first_process) if mark is not None]
 
 
-def mounts(process: str = "self") -> Counter[tuple[str, str, str]]:
-    """Return the mounts that a process sees: kind, place and source of each."""
+def mounts(process: str = "self", *, below: Path | None = None) -> Counter[tuple[str, str, str]]:
+    """Return the mounts that a process sees: kind, place and source of each.
+
+    Args:
+        below: where places are looked for; elsewhere other programs mount what is theirs. `None`: everywhere.
+    """
     found: Counter[tuple[str, str, str]] = Counter()
     for line in Path(f"/proc/{process}/mountinfo").read_text(encoding="utf-8").splitlines():
         left, _, right = line.partition(" - ")
         kind, source, *_ = right.split()
-        found[kind, left.split()[4], source] += 1
+        place = left.split()[4]
+        if below is None or Path(place).is_relative_to(below):
+            found[kind, place, source] += 1
     return found
 
 

@@ -120,7 +120,7 @@ def test_after_a_kill_of_an_owner_at_a_random_moment_one_sweep_leaves_nothing(tm
         seen[form] += in_play(marks_of(owner))
         marks = kill_some(owner, draw.choice(["owner", "zygote", "both"]))
         cleared(owner, marks, store=stores.paths[form])
-        assert mounts() - before == {}, f"round {turn}, {form}"
+        assert mounts(below=tmp_path.parent) - before == {}, f"round {turn}, {form}"
     all_were_in_play(seen, stores, rounds=rounds)
 
 
@@ -212,7 +212,7 @@ def test_after_a_kill_of_the_service_at_a_random_moment_one_sweep_leaves_nothing
         marks = kill_some(service, draw.choice(["owner", "zygote", "both"]))
         calls += service.calls
         cleared(service, marks, store=stores.paths[form])
-        assert mounts() - before == {}, f"round {turn}, {form}"
+        assert mounts(below=tmp_path.parent) - before == {}, f"round {turn}, {form}"
     all_were_in_play(seen, stores, rounds=rounds)
     assert calls > 10 * rounds
 
@@ -239,7 +239,7 @@ def test_after_a_kill_of_an_owner_with_leases_one_sweep_of_the_next_leaves_no_ro
         eventually(lambda marks=marks: not any(map(is_alive, marks)))
         kept += asyncio.run(next_owner(root, stores.paths[form], turn=turn))
         nothing_left(owner, marks)
-        assert mounts() - before == {}, f"round {turn}, {form}"
+        assert mounts(below=tmp_path.parent) - before == {}, f"round {turn}, {form}"
     all_were_in_play(seen, stores, rounds=rounds)
     assert kept > rounds // 10
 
@@ -347,10 +347,10 @@ def test_after_a_kill_of_the_zygote_alone_at_a_random_moment_its_owner_leaves_no
                 seen[form] += played
                 failed += errors
                 eventually(lambda: groups_of(os.getpid()) == [])
-                eventually(lambda: mounts() - before == {})  # a layer is unmounted beside the loop
+                eventually(lambda: mounts(below=tmp_path.parent) - before == {})  # a layer is unmounted beside the loop
                 assert sleepers() == [], where
                 rig.run(lambda provider, store=store: works_again(provider, store))
-                eventually(lambda: mounts() - before == {})
+                eventually(lambda: mounts(below=tmp_path.parent) - before == {})
                 assert len(os.listdir("/proc/self/fd")) <= descriptors, where
             assert list(rig.directory.iterdir()) == []
     all_were_in_play(seen, stores, rounds=rounds)
