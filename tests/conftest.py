@@ -19,7 +19,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--sandbox-rounds",
         type=int,
-        default=20,
+        default=10,
         help="kills of each test of tests/integration/test_sandbox_kill_rounds.py",
     )
     group.addoption("--kill-seed", type=int, default=1, help="first seed of those tests; a failure prints its own")
