@@ -435,6 +435,11 @@ def _no_effect(config: RollmillConfig) -> Iterator[str]:
             "generator.max_loras has no effect in a run: its replicas serve its own policy. `rollmill serve --adapter` "
             "serves adapters beside a base."
         )
+    if config.generator.fleet.address and config.generator.replicas > 1:
+        yield (
+            f"generator.replicas is {config.generator.replicas} and has no effect with generator.fleet.address: the "
+            "run starts none. How many replicas there are is set where the fleet is started."
+        )
     if algorithm.reward_shuffle:
         yield "algorithm.reward_shuffle is true: a control run; accuracy is not expected to rise."
 

@@ -74,6 +74,16 @@ AFTER_LOSS = {
 LOAD_ATTEMPTS = 2
 
 
+def next_pause_s(pause_s: float) -> float:
+    """Return how long a fleet that does not serve is left alone, after it was left alone for so long.
+
+    Example:
+        >>> next_pause_s(1.0), next_pause_s(12.0)
+        (2.0, 15.0)
+    """
+    return min(2 * pause_s, FLEET_MAX_BACKOFF_S)
+
+
 def loads_again(state: ReplicaState | None, *, failures: int) -> bool:
     """Return whether a load that failed is tried again: only where the old version serves on, and only once.
 
@@ -473,7 +483,7 @@ class ReplicaWatch:
                 self._reporter.event("fleet_awaited", address=settings.address, reason=str(fault))
             self._lost[name] = Lost(pid=0, reason=str(fault), at_s=since_s)
             self._fleet_due_s = self._clock.now_s() + self._fleet_pause_s
-            self._fleet_pause_s = min(2 * self._fleet_pause_s, FLEET_MAX_BACKOFF_S)
+            self._fleet_pause_s = next_pause_s(self._fleet_pause_s)
         finally:
             if self.clients.get(name) is not client:
                 await client.close()

@@ -179,5 +179,8 @@ def test_a_fleet_that_cannot_serve_the_run_is_refused(overrides: list[str], part
 def test_a_fleet_is_no_process_and_no_thread_of_the_run() -> None:
     config = with_settings("generator.fleet.address=127.0.0.1:1", "generator.replicas=3", "generator.threads=8")
     assert config.generator.own_replicas == 0
-    assert warnings_of(config, cores=2) == ()
+    (warning,) = warnings_of(config, cores=2)  # none of threads
+    assert "generator.replicas is 3 and has no effect" in warning
+    alone = with_settings("generator.fleet.address=127.0.0.1:1", "generator.threads=8")
+    assert warnings_of(alone, cores=2) == ()
     check(with_settings("generator.fleet.address=node-7:1", "weights.transport=file"))
