@@ -68,9 +68,8 @@ class Fleet:
 
     def status(self) -> dict[str, Any]:
         """Return each replica as the router sees it."""
-        out = subprocess.run(
-            ["rollmill", "fleet", "status", self.address, "--json"], capture_output=True, text=True, check=True
-        ).stdout
+        status, out, err = finish(rollmill("fleet", "status", self.address, "--json"))
+        assert status == 0, err
         return {one["replica"]: one for one in json.loads(out)["members"]}
 
 

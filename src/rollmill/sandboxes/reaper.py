@@ -225,7 +225,14 @@ class Reaper:
         return max(0.0, min(self._settings.look_s, soonest_s))
 
     def _names(self) -> list[str]:
-        return [] if self._open_trash < 0 else sorted(os.listdir(self._open_trash))
+        if self._open_trash < 0:
+            return []
+        # Threads that read one open directory share their place in it, and miss what the others read.
+        directory = os.open(".", _DIRECTORY, dir_fd=self._open_trash)
+        try:
+            return sorted(os.listdir(directory))
+        finally:
+            os.close(directory)
 
     def _due(self) -> list[str]:
         """Return what lies in the trash and is not to be left alone for now."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import doctest
 import os
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -130,6 +131,17 @@ def test_two_reapers_share_a_trash(tmp_path: Path):
         assert other.drain(limit_s=10.0)
         assert one.statistics().failures == other.statistics().failures == 0
         assert one.statistics().entries + other.statistics().entries == 10 * 22
+
+
+def test_those_who_look_into_the_trash_at_once_all_see_all_of_it(tmp_path: Path):
+    reaper = Reaper(tmp_path / "trash", settings=FAST)  # not started: nothing goes
+    for number in range(3):
+        (tmp_path / f"{number}").touch()
+        reaper.discard(tmp_path / f"{number}")
+    with ThreadPoolExecutor(4) as lookers:
+        seen = list(lookers.map(lambda _: reaper.statistics().waiting, range(8000)))
+    assert set(seen) == {3}
+    reaper.close()
 
 
 def test_a_trash_that_is_a_link_or_a_file_is_refused(tmp_path: Path):
