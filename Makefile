@@ -78,12 +78,12 @@ test: $(VENV)/.dev ## Run the tests, without the slow ones
 test-all: $(VENV)/.dev ## Run all tests that need no GPU
 	$(BIN)/python -m pytest -m "not gpu" $(ARGS)
 
-# All but those that take many minutes with the real model or need an engine's own environment; `make test-all` has those
-# too.
+# All but those that take many minutes with the real model, need an engine's own environment, or load a whole Debian;
+# `make test-all` has those too.
 test-ci: $(VENV)/.dev ## Run the main job for real, lose its processes, and hold hosted sandboxes to their contract
 	$(BIN)/python -m pytest -m "slow and not gpu" tests/integration tests/property \
-	  -k "not kill_rounds_real and not shipped_job and not vllm and not sglang and not gvisor and not qemu and not machine_crashes" \
-	  $(ARGS)
+	  -k "not kill_rounds_real and not shipped_job and not vllm and not sglang and not gvisor and not qemu and not machine_crashes \
+	  and not debian_real" $(ARGS)
 	$(BIN)/python -m pytest -m "slow and not gpu" tests/contract/test_sandbox_adapters_contract.py \
 	  tests/contract/test_sandbox_adapters_faults.py $(ARGS)
 

@@ -687,7 +687,8 @@ def test_a_full_snapshot_goes_on_where_it_was_taken_or_is_refused_with_who_has_i
                     await call()
             await end(sandbox)
             return
-        count = "i=0; while :; do i=$((i+1)); echo $i >/root/count; sleep 0.05; done"
+        # Whole at every moment: a snapshot may fall between the emptying of a file and its writing.
+        count = "cd /root; i=0; while :; do i=$((i+1)); echo $i >next; mv next count; sleep 0.05; done"
         await sandbox.start_process(["sh", "-c", count])
         await asyncio.sleep(0.5)
         ref = await sandbox.snapshot(id=new_id(), full=True)
@@ -767,7 +768,11 @@ def test_a_sandbox_says_that_it_is_being_forked(rig):
             seen.add(sandbox.state)
             await asyncio.sleep(0)
         assert isinstance(sandbox, FakeSandbox) or SandboxState.FORKING in seen
+        made = await forking
+        while sandbox.state is not SandboxState.READY:  # what it is made of may come back later than the others
+            seen.add(sandbox.state)
+            await asyncio.sleep(0)
         assert SandboxState.SNAPSHOTTING not in seen
-        await end(sandbox, *await forking)
+        await end(sandbox, *made)
 
     rig.run(body)

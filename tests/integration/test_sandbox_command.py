@@ -21,11 +21,30 @@ pytestmark = pytest.mark.integration
 TESTS = Path(__file__).parents[1]
 PLAIN_USER = 54321
 SOMEBODY_ELSES_PYTHON = "/usr/bin/python3"
-SLOW_ALTOGETHER = (
-    "contract/test_sandbox_adapters_service.py",
-    "integration/test_sandbox_attacks.py",
-    "integration/test_sandbox_verifier.py",
-)
+# What is chosen of them by their marks, and the files; those of a group are collected at once.
+PLAIN_SUITES = {
+    "contract": (
+        "not slow and not gpu",
+        ("contract/test_sandbox_contract.py", "contract/test_sandbox_state_contract.py"),
+    ),
+    "abuse": ("not slow and not gpu", ("integration/test_sandbox_abuse.py", "integration/test_sandbox_watchdog.py")),
+    "images": (
+        "not slow and not gpu",
+        ("integration/test_sandbox_image_build.py", "integration/test_sandbox_image_store.py"),
+    ),
+    "service": (
+        "not slow and not gpu",
+        ("integration/test_sandbox_service.py", "integration/test_sandbox_snapshots.py"),
+    ),
+    "slow altogether": (
+        "not gpu",
+        (
+            "contract/test_sandbox_adapters_service.py",
+            "integration/test_sandbox_attacks.py",
+            "integration/test_sandbox_verifier.py",
+        ),
+    ),
+}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -139,23 +158,9 @@ def plain_directory() -> Iterator[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "suite",
-    [
-        "contract/test_sandbox_contract.py",
-        "contract/test_sandbox_state_contract.py",
-        "contract/test_sandbox_adapters_service.py",
-        "integration/test_sandbox_abuse.py",
-        "integration/test_sandbox_attacks.py",
-        "integration/test_sandbox_verifier.py",
-        "integration/test_sandbox_image_build.py",
-        "integration/test_sandbox_image_store.py",
-        "integration/test_sandbox_service.py",
-        "integration/test_sandbox_snapshots.py",
-        "integration/test_sandbox_watchdog.py",
-    ],
-)
-def test_the_suites_pass_as_a_plain_user(suite, plain_directory):
+@pytest.mark.parametrize("group", PLAIN_SUITES)
+def test_the_suites_pass_as_a_plain_user(group, plain_directory):
+    marked, suites = PLAIN_SUITES[group]
     if os.geteuid() != 0:
         assert not required(), "start these tests as root: only then do they run as root and as a plain user"
         pytest.skip("this whole suite runs as a plain user already")
@@ -169,7 +174,7 @@ def test_the_suites_pass_as_a_plain_user(suite, plain_directory):
     done = subprocess.run(
         [
             *(SOMEBODY_ELSES_PYTHON, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "not fake"),
-            *("-m", "not gpu" if suite in SLOW_ALTOGETHER else "not slow and not gpu", TESTS / suite),
+            *("-m", marked, *(TESTS / one for one in suites)),
         ],
         env={
             "PATH": "/usr/bin:/bin",

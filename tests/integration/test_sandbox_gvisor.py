@@ -340,10 +340,11 @@ def test_a_killed_owner_leaves_nothing_after_one_sweep(tmp_path, victims):
     nothing_left(owner, marks, helpers)
 
 
-def test_after_a_kill_at_a_random_moment_one_sweep_leaves_nothing(tmp_path):
+@pytest.mark.timeout(900)
+def test_after_a_kill_at_a_random_moment_one_sweep_leaves_nothing(tmp_path, request):
     need_gvisor(tmp_path / "probe")
     draw = random.Random(7)
-    for turn in range(8):
+    for turn in range(request.config.getoption("--sandbox-rounds") // 2):
         owner = Owner(tmp_path / str(turn), f"r{turn}", count=20)
         time.sleep(draw.uniform(0.3, 3.0))
         children, helpers = psutil.Process(owner.pid).children(), family(owner.pid)

@@ -111,7 +111,6 @@ class SnapshotCalls:
         if len(set(ids)) != len(ids):
             raise SandboxIdInUse(f"each sandbox needs an id of its own, and these are {', '.join(ids)}")
         name = f"fork-{os.urandom(8).hex()}"
-        sandbox.forks = True
         taking = self._begin(sandbox, id=name, stop_processes=stop_processes, end=False, hidden=True)
         try:
             ref = (await asyncio.shield(taking)).ref
@@ -123,7 +122,6 @@ class SnapshotCalls:
                 one.order_end(DeathReason.RELEASED)
             raise
         finally:
-            sandbox.forks = False
             if taking.done():
                 await self.delete_snapshots([name])
             else:
@@ -157,7 +155,7 @@ class SnapshotCalls:
             if stop_processes:
                 await sandbox.stop_processes()
             usage = await sandbox.usage()
-            sandbox.begin_snapshot()
+            sandbox.begin_snapshot(forks=hidden)
             try:
                 kept = await sandbox.keep(end=end)
             finally:

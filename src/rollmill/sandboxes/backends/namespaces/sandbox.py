@@ -124,7 +124,7 @@ class NamespaceSandbox(FileCalls):
         self.id_base = id_base
         self.origin = origin
         self.rested: asyncio.Future[None] | None = None
-        self.sleeps = self.forks = False
+        self.sleeps = self._forks = False
         self._still: asyncio.Future[None] | None = None
         self._start_s = start_s
         self._answer_s = answer_s
@@ -158,7 +158,7 @@ class NamespaceSandbox(FileCalls):
         """Return where it is in its life."""
         if self._state is SandboxState.READY and self.channel.busy:
             return SandboxState.BUSY
-        if self._state is SandboxState.SNAPSHOTTING and self.forks:
+        if self._state is SandboxState.SNAPSHOTTING and self._forks:
             return SandboxState.FORKING
         return self._state
 
@@ -286,7 +286,7 @@ class NamespaceSandbox(FileCalls):
 
     def wakes_up(self) -> None:
         """Answer nothing until it has started anew."""
-        self.sleeps, self._state = False, SandboxState.SNAPSHOTTING
+        self.sleeps, self._forks, self._state = False, False, SandboxState.SNAPSHOTTING
 
     async def expose(self, port: int) -> Address:
         """Return where on this machine's loopback a port inside is reached."""
@@ -366,12 +366,12 @@ class NamespaceSandbox(FileCalls):
             raise unsupported("namespace sandboxes are forked as files, without what runs", capability="live_fork")
         return await self._home.fork_of(self, ids, lease=lease, labels=labels, stop_processes=stop_processes)
 
-    def begin_snapshot(self) -> None:
-        """Answer nothing else until `end_snapshot`, or until it has started anew."""
+    def begin_snapshot(self, *, forks: bool = False) -> None:
+        """Answer nothing else until `end_snapshot`, or until it has started anew; `forks` says what it is for."""
         self.check_running()
         if self._state is not SandboxState.READY:
             raise SandboxBusy(f"sandbox {self._id} is {self._state.value}; a snapshot is taken of one that is ready")
-        self._state = SandboxState.SNAPSHOTTING
+        self._forks, self._state = forks, SandboxState.SNAPSHOTTING
 
     def end_snapshot(self) -> None:
         """Answer again."""

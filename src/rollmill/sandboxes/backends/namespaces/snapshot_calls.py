@@ -129,7 +129,7 @@ class SnapshotCalls:
         self._check_chain(sandbox)
         if id in self._taking:
             raise SandboxIdInUse(f"a snapshot {id!r} is being taken; an id names one snapshot, so choose another")
-        sandbox.begin_snapshot()
+        sandbox.begin_snapshot(forks=not to_keep)
         work = asyncio.ensure_future(self._take(sandbox, id=id, force=force, end=end, to_keep=to_keep))
         self._taking[id] = work
         work.add_done_callback(lambda done: self._taken(id, done))
@@ -206,7 +206,6 @@ class SnapshotCalls:
             raise SandboxIdInUse(f"the ids of a fork are not all different: {list(ids)}")
         snapshot_id = snapshot_id or f"fork-{os.urandom(8).hex()}"
         self._forking.add(snapshot_id)  # nobody else's, and so in no list
-        sandbox.forks = True
         try:
             ref = await self._snapshot(sandbox, id=snapshot_id, force=stop_processes, to_keep=False)
             made = [asyncio.ensure_future(self.restore(ref, id=one, labels=labels, lease=lease)) for one in ids]
@@ -216,7 +215,6 @@ class SnapshotCalls:
                 await self._undo(made)
                 raise
         finally:
-            sandbox.forks = False
             await asyncio.shield(asyncio.ensure_future(self._end_fork(snapshot_id)))
 
     async def _end_fork(self, snapshot_id: str) -> None:
