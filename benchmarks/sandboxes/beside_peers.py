@@ -8,19 +8,24 @@ in the whole lives of programs alone, and `left_out` says so.
 from __future__ import annotations
 
 import asyncio
+import json
+import subprocess
+import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 
-import psutil
+import footprint
 from common import LEASE, SMALL, Record, new_id, opened, spread, timed
 from peers import OciRuntime, Peers
 
 from rollmill.sandboxes import Sandbox
 
 PYTHON = ["python3", "-c", "print(1)"]
-BATCH = 8
+HERE = Path(__file__).parent
+READING_S = 360.0  # a reading has a limit of its own, and ends what it started
 NO_CALLS = "it runs one program in a sandbox, which ends with it"
 
 
@@ -113,27 +118,30 @@ def _burst_of(peer: OciRuntime, count: int, at_once: int) -> Record:
     return {"rate_per_s": count / took_s, "start": spread(starts)}
 
 
-async def density(*, count: int) -> Record:
-    """Measure the memory of many idle ones, by what the machine has less, of ours and of each runtime in turn."""
-    result: Record = {"count": count}
-    async with opened() as provider:
-        before = psutil.virtual_memory().available
-        for first in range(0, count, BATCH):
-            batch = range(first, min(first + BATCH, count))
-            await asyncio.gather(*(provider.create(SMALL, id=new_id(), lease=LEASE) for _ in batch))
-        result["rollmill"] = {"bytes_each": (before - psutil.virtual_memory().available) / count}
+async def density(*, count: int, repeats: int) -> Record:
+    """Measure the memory of so many idle ones, of ours and of each runtime in turn, each time in fresh processes.
+
+    A reading of the whole machine's free memory tells nothing at this size (it gave runc negative bytes). So this adds
+    up the proportional shares of the processes that stay, and what the kernel charges to their group; `footprint.py`
+    says what is counted and what is not. Medians over the repeats. A runtime of which one reading fails is left out.
+    """
     with runtimes() as (found, left_out):
-        for peer in found:
-            result[peer.name] = await asyncio.to_thread(_density_of, peer, count)
-    return {**result, "left_out": left_out}
+        names = ["rollmill", *(peer.name for peer in found)]
+        versions = {peer.name: peer.version for peer in found}
+    readings: dict[str, list[Record]] = {}
+    for _ in range(repeats):
+        for who in [one for one in names if one not in left_out]:
+            try:
+                readings.setdefault(who, []).append(await asyncio.to_thread(_footprint, who, count))
+            except subprocess.CalledProcessError as error:
+                left_out[who] = error.stderr.strip()[-300:]
+            except (subprocess.TimeoutExpired, ValueError) as error:
+                left_out[who] = str(error)
+    measured = {who: footprint.medians(values) for who, values in readings.items() if who not in left_out}
+    return {"count": count, **measured, "peers": versions, "left_out": left_out}
 
 
-def _density_of(peer: OciRuntime, count: int) -> Record:
-    names: list[str] = []
-    with ThreadPoolExecutor(2) as threads:
-        try:
-            before = psutil.virtual_memory().available
-            names.extend(peer.start() for _ in range(count))
-            return {"bytes_each": (before - psutil.virtual_memory().available) / count}
-        finally:
-            list(threads.map(peer.end, names))
+def _footprint(who: str, count: int) -> Record:
+    command = [sys.executable, str(HERE / "footprint_of.py"), who, str(count)]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=READING_S)
+    return json.loads(done.stdout)

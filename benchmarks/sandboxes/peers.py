@@ -97,9 +97,12 @@ class OciRuntime(Peer):
         self._call([*self._command, "run", "--bundle", str(self._bundle), _new_name()])
         self._write(["sleep", "1000000"])
 
-    def start(self) -> str:
-        """Start a container that sleeps; return its name. Several threads may."""
+    def start(self, *, below: str | None = None) -> str:
+        """Start a container that sleeps; return its name. Several threads may, unless `below` names a group for it."""
         name = _new_name()
+        if below is not None:
+            self._spec["linux"]["cgroupsPath"] = f"{below}/{name}"
+            self._write(["sleep", "1000000"])
         self._call([*self._command, "run", "--detach", "--bundle", str(self._bundle), name])
         return name
 
@@ -136,13 +139,20 @@ OPTIONS: dict[str, tuple[tuple[str, ...], ...]] = {
 
 
 class Peers:
-    """The launchers that are installed and work here; those that are not, with the reason. A context manager."""
+    """The launchers that are installed and work here; those that are not, with the reason. A context manager.
+
+    Args:
+        names: which ones to try.
+    """
+
+    def __init__(self, names: Sequence[str] = ("bwrap", "runc", "crun", "runsc")) -> None:
+        self._names = names
 
     def __enter__(self) -> Peers:
         self._folder = tempfile.TemporaryDirectory(prefix="bench-peers-")
         self.found: list[Peer] = []
         self.left_out: dict[str, str] = {}
-        for name in ("bwrap", "runc", "crun", "runsc"):
+        for name in self._names:
             for options in OPTIONS.get(name, ((),)):
                 try:
                     peer = self._peer(name, folder=Path(self._folder.name), options=options)

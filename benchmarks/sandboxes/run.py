@@ -70,7 +70,7 @@ def parts(*, quick: bool) -> dict[str, Callable[[], Awaitable[dict[str, Any]]]]:
         "density": lambda: measures.density(count=20 if quick else 1000),
         "peer_execs": lambda: beside_peers.execs(repeats=3 if quick else 100),
         "peer_burst": lambda: beside_peers.burst(count=6 if quick else 100, at_once=cores),
-        "peer_density": lambda: beside_peers.density(count=4 if quick else 100),
+        "peer_density": lambda: beside_peers.density(count=4 if quick else 50, repeats=1 if quick else 5),
         "bombs": lambda: containment.bombs(repeats=1 if quick else 5),
         "watchdog_ends": lambda: containment.watchdog_ends(repeats=1 if quick else 5),
         "pool_hits": lambda: pooled.hits(repeats=few),
