@@ -7,8 +7,9 @@
 As a plain user it measures that user's sandboxes, and writes `result-user.json`.
 
 bubblewrap, runc, crun and gVisor's runsc take part where they are installed and work (Debian: `bubblewrap runc crun`);
-`left_out` says why one does not. Writes `result.json` beside this file: machine, the parts with how long each took, and
-`ratios` (larger is better): each peer's median over ours, and each goal over what was measured.
+`left_out` says why one does not. `peer_density` adds up the memory of processes and of their group; `footprint.py`
+says what counts. Writes `result.json` beside this file: machine, the parts with how long each took, and `ratios`
+(larger is better): each peer's median over ours, and each goal over what was measured.
 """
 
 from __future__ import annotations
