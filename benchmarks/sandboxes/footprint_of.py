@@ -98,7 +98,8 @@ def _memory_group() -> Iterator[Path | None]:
         for root, _, _ in os.walk(group, topdown=False):
             _remove(Path(root))
         for one in absent:
-            _remove(one)
+            with contextlib.suppress(OSError):  # never made, or by now another's too
+                one.rmdir()
 
 
 def _made(hierarchy: Hierarchy, group: Path) -> Path | None:
