@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Ids
 from copy import deepcopy
 from pathlib import Path
@@ -25,6 +25,7 @@ from rollmill.generator.engines.embedded.host_tier import HostTier
 from rollmill.generator.engines.embedded.kv import BLOCK_TOKENS, KvCache
 from rollmill.generator.engines.embedded.linears import KernelChoice
 from rollmill.generator.engines.embedded.model import Quantization, ServedModel
+from rollmill.generator.engines.embedded.settings import EmbeddedSettings
 from rollmill.generator.engines.embedded.speculation import Guesser
 from rollmill.generator.engines.meter import SecondsMeter
 from rollmill.generator.engines.protocol import KvPolicy
@@ -97,16 +98,20 @@ def embedded(
     policy_version: int = 1,
     digest: str = "digest-1",
     clock: Clock | None = None,
+    draft: DraftModel | None = None,
+    before_step: Callable[[], None] | None = None,
     **changes: Any,
 ) -> EmbeddedEngine:
     settings = {"dtype": "float32", "max_num_seqs": 8, "max_model_len": MAX_LEN, **changes}
     return EmbeddedEngine(
         save_config(folder, model.config),
+        settings=EmbeddedSettings(**settings),
         tensors=tensors_of(model),
         policy_version=policy_version,
         digest=digest,
         clock=SystemClock() if clock is None else clock,
-        **settings,
+        draft=draft,
+        before_step=before_step,
     )
 
 

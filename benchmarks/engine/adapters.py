@@ -83,16 +83,18 @@ async def measure(path: Path, *, args: argparse.Namespace) -> list[dict[str, Any
     weights = dict(repository.load(1))
     engine = build_engine(
         path,
-        dtype="float32",
-        max_num_seqs=args.groups * args.siblings,
-        max_model_len=args.prompt_tokens + args.new_tokens,
+        settings=GeneratorSettings(
+            dtype="float32",
+            max_num_seqs=args.groups * args.siblings,
+            max_model_len=args.prompt_tokens + args.new_tokens,
+            max_loras=max(args.adapters),
+            max_lora_rank=args.rank,
+            stage_weights=False,
+        ),
         tensors=weights,
         policy_version=1,
         digest=repository.manifest(1).digest,
         clock=SystemClock(),
-        settings=GeneratorSettings(
-            max_loras=max(args.adapters), max_lora_rank=args.rank, stage_weights=False, dtype="float32"
-        ),
     )
     assert isinstance(engine, EmbeddedEngine)
     await load_all(engine, weights, count=max(args.adapters), rank=args.rank)

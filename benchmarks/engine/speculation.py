@@ -44,18 +44,16 @@ def engine_of(path: Path, *, args: argparse.Namespace, speculation: str) -> Engi
     repository = FixedModel(path, at_s=0.0)
     manifest = repository.manifest(1)
     settings = {"speculation": speculation, "stage_weights": False, "dtype": "float32"}
+    settings |= {"max_num_seqs": max(args.in_flight), "max_model_len": 256 + args.new_tokens}
     if speculation == "draft":
         settings |= {"draft_model": args.draft, "draft_tokens": args.draft_tokens}
     return build_engine(
         path,
-        dtype="float32",
-        max_num_seqs=max(args.in_flight),
-        max_model_len=256 + args.new_tokens,
+        settings=GeneratorSettings.model_validate(settings),
         tensors=repository.load(1),
         policy_version=1,
         digest=manifest.digest,
         clock=SystemClock(),
-        settings=GeneratorSettings.model_validate(settings),
     )
 
 

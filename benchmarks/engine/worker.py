@@ -58,16 +58,15 @@ def new_embedded(path: str, *, dtype: str, threads: int, max_model_len: int = 12
 
     from rollmill.clock import SystemClock
     from rollmill.generator.engines.embedded.engine import EmbeddedEngine
+    from rollmill.generator.engines.embedded.settings import EmbeddedSettings
 
     torch.set_num_threads(threads)
     return EmbeddedEngine(
         path,
-        dtype=dtype,
+        settings=EmbeddedSettings(dtype=dtype, max_num_seqs=64, max_model_len=max_model_len),
         tensors=load_file(os.path.join(path, "model.safetensors")),
         policy_version=1,
         digest=digest,
-        max_num_seqs=64,
-        max_model_len=max_model_len,
         clock=SystemClock(),
     )
 

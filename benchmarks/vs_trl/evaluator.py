@@ -11,7 +11,7 @@ import plan
 from safetensors.torch import load_file
 
 from rollmill.clock import SystemClock
-from rollmill.config.schema import RollmillConfig
+from rollmill.config.schema import GeneratorSettings, RollmillConfig
 from rollmill.controller.evaluation import evaluate
 from rollmill.controller.reporting import evaluation_record
 from rollmill.environments.load import load_environment
@@ -43,10 +43,12 @@ class Evaluator:
     async def _build(self) -> Any:
         return build_engine(
             self.model_path,
-            dtype="float32",
-            threads=len(os.sched_getaffinity(0)),
-            max_num_seqs=SLOTS,
-            max_model_len=self._config.generator.max_model_len,
+            settings=GeneratorSettings(
+                dtype="float32",
+                threads=len(os.sched_getaffinity(0)),
+                max_num_seqs=SLOTS,
+                max_model_len=self._config.generator.max_model_len,
+            ),
             tensors=load_file(self.model_path / "model.safetensors"),
             policy_version=0,
             digest="",

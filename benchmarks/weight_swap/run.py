@@ -93,6 +93,7 @@ async def measure(
     from rollmill.clock import SystemClock
     from rollmill.config.schema import RollmillConfig
     from rollmill.generator.engines.embedded.engine import EmbeddedEngine
+    from rollmill.generator.engines.embedded.settings import EmbeddedSettings
     from rollmill.generator.loading import Replica
     from rollmill.runtime.trainer_process import canary_token_ids
     from rollmill.trainer.canary import CanaryScorer
@@ -130,12 +131,10 @@ async def measure(
     keep_house()
     engine = EmbeddedEngine(
         model_path,
-        dtype="float32",
+        settings=EmbeddedSettings(dtype="float32", max_num_seqs=8, max_model_len=256),
         tensors=repository.load(1),
         policy_version=1,
         digest=manifest.digest,
-        max_num_seqs=8,
-        max_model_len=256,
         clock=SystemClock(),
     )
     clock = PhaseClock()

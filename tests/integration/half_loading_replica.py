@@ -17,6 +17,7 @@ import torch
 from rollmill.clock import SystemClock
 from rollmill.generator.engines.embedded.engine import EmbeddedEngine
 from rollmill.generator.engines.embedded.model import ServedModel
+from rollmill.generator.engines.embedded.settings import EmbeddedSettings
 from rollmill.generator.main import serve
 from rollmill.weights.repository import LocalModelRepository
 
@@ -72,12 +73,10 @@ async def main(args: argparse.Namespace) -> None:
     model = HalfModel(args.model, dtype=torch.float32, tensors=tensors)
     engine = EmbeddedEngine(
         args.model,
-        dtype="float32",
+        settings=EmbeddedSettings(dtype="float32", max_num_seqs=4, max_model_len=MAX_LEN),
         tensors=tensors,
         policy_version=newest.policy_version,
         digest=newest.digest,
-        max_num_seqs=4,
-        max_model_len=MAX_LEN,
         clock=SystemClock(),
         model=model,
     )

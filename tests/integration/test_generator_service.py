@@ -28,6 +28,7 @@ from generator_builders import (
     tensors_of,
 )
 from rollmill.clock import SystemClock
+from rollmill.config.schema import GeneratorSettings
 from rollmill.errors import (
     ConfigError,
     DataError,
@@ -150,9 +151,7 @@ async def test_an_engine_built_from_a_publication_follows_the_repository_of_a_ru
             )
         engine = build_engine(
             save_config(tmp_path / "model", old.config),
-            dtype="float32",
-            max_num_seqs=4,
-            max_model_len=MAX_LEN,
+            settings=GeneratorSettings(dtype="float32", max_num_seqs=4, max_model_len=MAX_LEN),
             tensors=repository.load(1),
             policy_version=1,
             digest=repository.manifest(1).digest,
@@ -178,9 +177,7 @@ async def test_the_fake_engine_is_built_with_the_models_vocabulary_and_claims_no
     repository, old, _ = two_versions()
     engine = build_engine(
         save_config(tmp_path, old.config),
-        kind="fake",
-        max_num_seqs=4,
-        max_model_len=MAX_LEN,
+        settings=GeneratorSettings(engine="fake", max_num_seqs=4, max_model_len=MAX_LEN),
         tensors={},
         policy_version=1,
         digest=repository.manifest(1).digest,

@@ -17,6 +17,7 @@ from rollmill.buffer.sqlite import SqliteStore
 from rollmill.clock import SystemClock
 from rollmill.config.schema import RollmillConfig
 from rollmill.generator.engines.embedded.engine import EmbeddedEngine
+from rollmill.generator.engines.embedded.settings import EmbeddedSettings
 from rollmill.trainer.checkpointing import CheckpointFolder
 from rollmill.trainer.loop import TrainerLoop
 from rollmill.trainer.model import load_policy
@@ -167,12 +168,10 @@ async def test_the_engines_logprobs_are_the_trainers_under_equal_weights(model_p
     trainer = Trainer(load_policy(model_path), config=settings)
     engine = EmbeddedEngine(
         model_path,
-        dtype="float32",
+        settings=EmbeddedSettings(dtype="float32", max_num_seqs=8, max_model_len=64),
         tensors=trainer.named_tensors(),
         policy_version=1,
         digest="d",
-        max_num_seqs=8,
-        max_model_len=64,
         clock=SystemClock(),
     )
     try:

@@ -38,6 +38,7 @@ TORCH_FREE = (
     "rollmill.cli.training",
     "rollmill.cli.sandbox",
     "rollmill.sandboxes",
+    "rollmill.generator.engines.embedded.settings",
 )
 
 OPTIONAL = ("torch", "transformers", "grpc", "reasoning_gym", "gguf", "safetensors")

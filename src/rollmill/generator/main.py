@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Literal, Protocol
 import msgspec
 
 from rollmill.clock import Clock, SystemClock
-from rollmill.config.engines import published_rounding
 from rollmill.config.precision import resolve_dtype
 from rollmill.config.schema import GeneratorSettings
 from rollmill.config.serving import LimitSettings
@@ -30,6 +29,7 @@ from rollmill.weights.protocol import ModelRepository
 if TYPE_CHECKING:
     import torch
 
+    from rollmill.generator.engines.embedded.drafting import DraftModel
     from rollmill.generator.engines.embedded.model import ServedModel
 
 
@@ -62,44 +62,29 @@ class Face(Protocol):
         ...
 
 
-EngineKind = Literal["embedded", "vllm", "sglang", "fake"]
-
-
 def build_engine(
     path: str | Path,
     *,
-    kind: EngineKind = "embedded",
-    dtype: str = "auto",
-    kernels: Literal["auto", "native", "torch"] = "auto",
-    threads: int = 1,
-    borrow: int = 0,
-    max_num_seqs: int,
-    max_model_len: int,
+    settings: GeneratorSettings,
     tensors: Mapping[str, torch.Tensor],
     policy_version: int,
     digest: str,
     clock: Clock,
+    borrow: int = 0,
     model: ServedModel | None = None,
-    settings: GeneratorSettings | None = None,
     log: Path | None = None,
 ) -> Engine:
     """Return an engine that serves these weights.
 
     Args:
         path: local Hugging Face directory; only its configuration is read.
-        kind: `embedded`, `vllm`, `sglang` or `fake`.
-        dtype: `auto`, `float32` or `bfloat16`.
-        kernels: whether compiled kernels multiply with the weights: `auto`, `native` or `torch`.
-        threads: torch threads of this process.
-        borrow: of `embedded`: further ones while cores stand idle; see `rollmill.cores`.
-        max_num_seqs: sequences decoded at once.
-        max_model_len: longest prompt plus output, tokens.
+        settings: which engine, and how it computes.
         tensors: the first weights.
         policy_version: their publication number.
         digest: their digest.
         clock: stamps, deadlines and the seconds ledger.
+        borrow: of `embedded`: threads beside its own while cores stand idle; see `rollmill.cores`.
         model: of `embedded`, if it was made before and holds these weights.
-        settings: all that is not said above; defaults if `None`.
         log: of `vllm` and `sglang`: file for what its server prints; in a folder that goes with the server if `None`.
 
     Raises:
@@ -109,11 +94,17 @@ def build_engine(
         MissingExtraError: if the engine's packages or its environment are missing.
         EngineError: if the engine's server does not start.
     """
-    if kind in ("vllm", "sglang"):
-        said = {"engine": kind, "dtype": dtype, "threads": threads}
-        said |= {"max_num_seqs": max_num_seqs, "max_model_len": max_model_len}
-        settings = (GeneratorSettings() if settings is None else settings).model_copy(update=said)
-        return _starter(kind)(
+    if settings.engine == "fake":
+        return FakeEngine(
+            clock=clock,
+            vocabulary_size=_vocabulary_size(path),
+            max_num_seqs=settings.max_num_seqs,
+            max_model_len=settings.max_model_len,
+            policy_version=policy_version,
+            digest=digest,
+        )
+    if settings.engine != "embedded":
+        return _starter(settings.engine)(
             path,
             settings=settings,
             tensors=tensors,
@@ -122,54 +113,39 @@ def build_engine(
             clock=clock,
             log=log,
         )
-    if kind == "fake":
-        return FakeEngine(
-            clock=clock,
-            vocabulary_size=_vocabulary_size(path),
-            max_num_seqs=max_num_seqs,
-            max_model_len=max_model_len,
-            policy_version=policy_version,
-            digest=digest,
-        )
     import torch
 
     from rollmill.generator.engines.embedded.engine import EmbeddedEngine
+    from rollmill.generator.engines.embedded.settings import EmbeddedSettings
 
-    torch.set_num_threads(threads)
-    more = GeneratorSettings() if settings is None else settings
-    draft = None
-    if more.speculation == "draft":
-        from rollmill.generator.draft import load_draft
-
-        draft = load_draft(path, settings=more, dtype=resolve_dtype(dtype), kernels=kernels)
+    torch.set_num_threads(settings.threads)
     return EmbeddedEngine(
         path,
-        dtype=resolve_dtype(dtype),
-        kernels=kernels,
+        settings=EmbeddedSettings.of(settings),
         tensors=tensors,
         policy_version=policy_version,
         digest=digest,
-        max_num_seqs=max_num_seqs,
-        max_model_len=max_model_len,
-        max_num_batched_tokens=more.max_num_batched_tokens,
-        max_wait_ms=more.max_wait_ms,
-        kv_cache_memory_bytes=more.kv_cache_memory_bytes,
-        memory_limit_bytes=more.memory_limit_bytes,
-        enable_prefix_caching=more.enable_prefix_caching,
-        host_kv_bytes=more.host_kv_bytes,
-        host_kv_directory=more.host_kv_directory,
-        stage_weights=more.stage_weights,
-        speculation=more.speculation,
-        draft=draft,
-        quantization=published_rounding(more),
-        max_loras=more.max_loras or 0,
-        max_lora_rank=more.max_lora_rank,
         clock=clock,
+        draft=_draft_of(path, settings=settings),
+        before_step=_borrower(settings.threads, borrow=borrow, clock=clock),
         model=model,
-        before_step=None
-        if borrow == 0
-        else CoreBorrower(own=threads, borrow=borrow, set_threads=torch.set_num_threads, now_s=clock.now_s),
     )
+
+
+def _draft_of(path: str | Path, *, settings: GeneratorSettings) -> DraftModel | None:
+    if settings.speculation != "draft":
+        return None
+    from rollmill.generator.draft import load_draft
+
+    return load_draft(path, settings=settings, dtype=resolve_dtype(settings.dtype), kernels=settings.kernels)
+
+
+def _borrower(threads: int, *, borrow: int, clock: Clock) -> CoreBorrower | None:
+    if borrow == 0:
+        return None
+    import torch
+
+    return CoreBorrower(own=threads, borrow=borrow, set_threads=torch.set_num_threads, now_s=clock.now_s)
 
 
 def _starter(kind: Literal["vllm", "sglang"]) -> Callable[..., Engine]:

@@ -41,17 +41,11 @@ async def _evaluate(source: str, *, config: RollmillConfig) -> dict[str, Any]:
     )
     engine = build_engine(
         path,
-        kind="embedded",
-        dtype=config.generator.dtype,
-        kernels=config.generator.kernels,
-        threads=config.generator.threads,
-        max_num_seqs=config.generator.max_num_seqs,
-        max_model_len=config.generator.max_model_len,
+        settings=config.generator.model_copy(update={"engine": "embedded"}),
         tensors={name: parameter.detach() for name, parameter in load_policy(path).named_parameters()},
         policy_version=0,
         digest="",
         clock=clock,
-        settings=config.generator.model_copy(update={"engine": "embedded"}),
     )
     try:
         await environment.start()

@@ -71,19 +71,13 @@ def run_generator(context: ProcessContext) -> None:
     del ahead, early
     engine = build_engine(
         preflight.model_path,
-        kind=config.generator.engine,
-        dtype=config.generator.dtype,
-        kernels=config.generator.kernels,
-        threads=config.generator.threads,
+        settings=config.generator,
         borrow=_borrowed_threads(context),
-        max_num_seqs=config.generator.max_num_seqs,
-        max_model_len=config.generator.max_model_len,
         tensors=tensors,
         policy_version=manifest.policy_version,
         digest=manifest.digest,
         clock=clock,
         model=model,
-        settings=config.generator,
         log=layout.log(f"{context.name}.{config.generator.engine}"),
     )
     # The engine has its copy; the mapping would keep the first version's memory for the whole run.

@@ -339,17 +339,11 @@ def _engine(config: RollmillConfig, *, path: Path, repository: ModelRepository, 
     manifest, settings = _hold_newest(repository), config.generator
     return build_engine(
         path,
-        kind=settings.engine,
-        dtype=settings.dtype,
-        kernels=settings.kernels,
-        threads=settings.threads,
-        max_num_seqs=settings.max_num_seqs,
-        max_model_len=settings.max_model_len,
+        settings=settings,
         tensors={} if settings.engine == "fake" else repository.load(manifest.policy_version),
         policy_version=manifest.policy_version,
         digest=manifest.digest,
         clock=clock,
-        settings=settings,
     )
 
 

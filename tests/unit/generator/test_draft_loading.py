@@ -23,7 +23,7 @@ from rollmill.clock import SystemClock
 from rollmill.config.schema import GeneratorSettings
 from rollmill.errors import ConfigError, ModelError
 from rollmill.generator.draft import check_same_tokens, load_draft
-from rollmill.generator.engines.embedded.drafting import DraftModel
+from rollmill.generator.engines.embedded.drafting import DraftModel, draft_for
 from rollmill.generator.engines.embedded.engine import EmbeddedEngine
 from rollmill.generator.main import build_engine
 
@@ -86,6 +86,14 @@ def test_speculation_by_a_draft_needs_one(tmp_path):
         load_draft(tmp_path, settings=GeneratorSettings(speculation="draft"), dtype="float32", kernels="auto")
 
 
+def test_a_draft_that_nobody_asked_for_guesses_nothing(tmp_path):
+    served, draft = (served_model(tmp_path / name, model) for name, model in (("a", MODEL), ("b", SMALL)))
+    one = DraftModel(draft, tokens=2)
+    assert draft_for(served, speculation="draft", draft=one) is one
+    assert draft_for(served, speculation="ngram", draft=one) is None
+    assert draft_for(served, speculation="off", draft=one) is None
+
+
 def test_weights_under_other_names_are_refused_with_what_to_do(tmp_path):
     served, draft = directory(tmp_path / "a", MODEL), directory(tmp_path / "b", SMALL)
     save_file({f"old.{name}": value for name, value in tensors_of(SMALL).items()}, draft / "model.safetensors")
@@ -100,14 +108,11 @@ async def test_the_settings_name_the_draft_and_its_kv_and_weights_count(tmp_path
     def built(**settings) -> EmbeddedEngine:
         engine = build_engine(
             served,
-            dtype="float32",
-            max_num_seqs=4,
-            max_model_len=64,
+            settings=GeneratorSettings(dtype="float32", max_num_seqs=4, max_model_len=64, **settings),
             tensors=tensors_of(MODEL),
             policy_version=1,
             digest="d",
             clock=SystemClock(),
-            settings=GeneratorSettings(**settings),
         )
         assert isinstance(engine, EmbeddedEngine)
         return engine

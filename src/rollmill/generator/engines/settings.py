@@ -2,7 +2,7 @@
 
 Pure: settings and a few facts of the model in, arguments and environment variables out. Which engine obeys which
 setting stands in `rollmill.config.engines`; this module maps those that an external engine obeys to its own words.
-The embedded engine takes its settings as constructor arguments.
+What the embedded engine is told stands in `embedded.settings`.
 """
 
 from __future__ import annotations

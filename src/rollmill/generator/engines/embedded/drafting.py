@@ -27,6 +27,7 @@ from rollmill.generator.engines.embedded.model import ServedModel
 from rollmill.generator.engines.embedded.prefill import DecodeBatch, PackedPass, PrefillJob, PrefillPlanner
 from rollmill.generator.engines.embedded.rejection import Draft
 from rollmill.generator.engines.embedded.sampling import pick, shaped, stream, weigh
+from rollmill.generator.engines.embedded.settings import SpeculationChoice
 from rollmill.generator.engines.embedded.speculation import Guess
 from rollmill.generator.engines.sequence import Sequence
 from rollmill.generator.engines.streams import DRAFT_LANE
@@ -65,6 +66,22 @@ class DraftModel:
                 f"{served.vocabulary_size}: a guess must be a token of the model that is served. Name a draft of the "
                 'same family in generator.draft_model, or set generator.speculation to "ngram"'
             )
+
+
+def draft_for(served: ServedModel, *, speculation: SpeculationChoice, draft: DraftModel | None) -> DraftModel | None:
+    """Return the draft that guesses for a model, `None` where none is asked for.
+
+    Raises:
+        ConfigError: if one is asked for and is missing, or has another vocabulary.
+    """
+    if speculation != "draft":
+        return None
+    if draft is None:
+        raise ConfigError(
+            'generator.speculation is "draft" and no draft model was given: name one in generator.draft_model'
+        )
+    draft.check(served)
+    return draft
 
 
 class ReadTokens:

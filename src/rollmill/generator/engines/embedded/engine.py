@@ -23,24 +23,24 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch
 
 from rollmill.clock import Clock
-from rollmill.errors import ConfigError, EngineDead, EngineError, ModelError
+from rollmill.errors import EngineDead, EngineError, ModelError
 from rollmill.generator.engines.embedded import rewards
-from rollmill.generator.engines.embedded.budget import plan_kv
 from rollmill.generator.engines.embedded.capabilities import capabilities_of
 from rollmill.generator.engines.embedded.core import EngineCore
 from rollmill.generator.engines.embedded.desk import AdapterDesk
-from rollmill.generator.engines.embedded.drafting import Drafter, DraftModel
-from rollmill.generator.engines.embedded.kv import BLOCK_TOKENS, KvCache
-from rollmill.generator.engines.embedded.linears import KernelChoice
-from rollmill.generator.engines.embedded.memory import beside_kv, host_tier, with_adapters
-from rollmill.generator.engines.embedded.model import Quantization, ServedModel
-from rollmill.generator.engines.embedded.speculation import Speculator
+from rollmill.generator.engines.embedded.drafting import Drafter, DraftModel, draft_for
+from rollmill.generator.engines.embedded.kv import KvCache
+from rollmill.generator.engines.embedded.low_rank import LowRank
+from rollmill.generator.engines.embedded.memory import host_tier, kv_budget
+from rollmill.generator.engines.embedded.model import ServedModel
+from rollmill.generator.engines.embedded.settings import EmbeddedSettings, Limits, SpeculationChoice, limits_of
+from rollmill.generator.engines.embedded.speculation import Guesser, Speculator
 from rollmill.generator.engines.meter import SecondsMeter
 from rollmill.generator.engines.protocol import (
     AdapterInfo,
@@ -56,13 +56,10 @@ from rollmill.generator.engines.sequence import Deliver, Sequence, check_request
 from rollmill.types import GenerateRequest, TokenChunk, Turn
 
 R = TypeVar("R")
-SpeculationChoice = Literal["off", "ngram", "draft"]
 _log = logging.getLogger(__name__)
 
 _JOIN_S = 30.0
 """Longest wait for the worker to finish its step, and for staging to finish its tensor, when the engine ends."""
-_PROMPT_TOKENS = 512
-"""Tokens of prompts in one pass, beside the decoded ones, where nothing was said."""
 
 
 class EmbeddedEngine:
@@ -70,33 +67,12 @@ class EmbeddedEngine:
 
     Args:
         path: local Hugging Face directory; its configuration is read, its weights are not.
-        dtype: `float32` or `bfloat16`.
+        settings: how it computes.
         tensors: the first weights.
         policy_version: their publication number.
         digest: their digest.
-        max_num_seqs: sequences decoded at once.
-        max_model_len: longest prompt plus output, tokens.
         clock: deadlines, timings and the seconds ledger.
-        max_num_batched_tokens: most tokens of one pass, decoded ones and those of prompts; `None` leaves 512 for
-            prompts.
-        max_wait_ms: how long an idle engine holds the first request for company; 0 never.
-        kv_cache_memory_bytes: memory of keys and values; `None` takes what `memory_limit_bytes` leaves, and without
-            that what `max_num_seqs` sequences of `max_model_len` tokens need.
-        memory_limit_bytes: of the whole process: keys and values get what it leaves beside weights and activations.
-        enable_prefix_caching: whether KV outlives its request, for others that begin alike. Requests that run at the
-            same time share either way.
-        host_kv_bytes: of a file that takes the KV of idle sessions and of suspended sequences when its blocks are
-            needed, until it is wanted again; `None` forgets it.
-        host_kv_directory: where that file lies.
-        stage_weights: whether a second set of weights will be in memory; counted against the limit.
-        speculation: `ngram` guesses what followed the last tokens before, here or in a sibling, where that pays; the
-            tokens are the same either way. `draft` lets a small model guess, where that pays; the distribution is the
-            same either way. `off` never guesses.
-        draft: the small model of `draft`, of the same vocabulary.
-        kernels: whether compiled kernels multiply with the weights: `auto`, `native` or `torch`.
-        quantization: `int8` keeps the weights of linear layers in eight bits, with a factor per 32 inputs.
-        max_loras: most low-rank adapters served at once beside the weights; 0 serves none.
-        max_lora_rank: greatest rank of one; memory is set aside by it.
+        draft: the small model that guesses where `settings.speculation` is `draft`, of the same vocabulary.
         before_step: called on the worker thread before each step; an exception from it kills the engine. For fault
             injection and for tests that hold the engine between two steps.
         model: made from these arguments before, and holding these weights; made here if `None`.
@@ -112,103 +88,50 @@ class EmbeddedEngine:
         self,
         path: str | Path,
         *,
-        dtype: str,
+        settings: EmbeddedSettings,
         tensors: Mapping[str, torch.Tensor],
         policy_version: int,
         digest: str,
-        max_num_seqs: int,
-        max_model_len: int,
         clock: Clock,
-        max_num_batched_tokens: int | None = None,
-        max_wait_ms: float = 0.0,
-        kv_cache_memory_bytes: int | None = None,
-        memory_limit_bytes: int | None = None,
-        enable_prefix_caching: bool = True,
-        host_kv_bytes: int | None = None,
-        host_kv_directory: str | Path | None = None,
-        stage_weights: bool = True,
-        speculation: SpeculationChoice = "off",
         draft: DraftModel | None = None,
-        kernels: KernelChoice = "auto",
-        quantization: Quantization = "none",
-        max_loras: int = 0,
-        max_lora_rank: int = 32,
         before_step: Callable[[], None] | None = None,
         model: ServedModel | None = None,
     ) -> None:
-        self._clock = clock
         if model is None:
-            model = ServedModel(
-                path,
-                dtype=getattr(torch, dtype),
-                tensors=tensors,
-                kernels=kernels,
-                quantization=quantization,
-                adapters=max_loras > 0,
-            )
-        rewards.refuse_settings(model, speculation=speculation, max_loras=max_loras)
+            model = _new_model(path, settings=settings, tensors=tensors)
+        rewards.refuse_settings(model, speculation=settings.speculation, max_loras=settings.max_loras)
         # Building the engine is its process's start-up; the engine's own seconds begin when it is made.
-        self._meter = SecondsMeter(clock, cause="startup")
-        max_model_len = min(max_model_len, model.context_len)
-        limit = max_num_batched_tokens or max_num_seqs + _PROMPT_TOKENS
-        if limit < max_num_seqs:
-            raise ConfigError(
-                f"generator.max_num_batched_tokens {limit} is less than generator.max_num_seqs {max_num_seqs}: a pass "
-                "could not give every sequence a token; raise the first or lower the second"
-            )
-        if speculation != "draft":
-            draft = None
-        elif draft is None:
-            raise ConfigError(
-                'generator.speculation is "draft" and no draft model was given: name one in generator.draft_model'
-            )
-        else:
-            draft.check(model)
-        self._budget = plan_kv(
-            draft_block_bytes=0 if draft is None else draft.model.block_bytes(BLOCK_TOKENS),
-            block_bytes=model.block_bytes(BLOCK_TOKENS),
-            block_tokens=BLOCK_TOKENS,
-            max_num_seqs=max_num_seqs,
-            max_model_len=max_model_len,
-            parts=with_adapters(
-                beside_kv(
-                    model,
-                    draft,
-                    staged=stage_weights,
-                    limit=limit,
-                    max_num_seqs=max_num_seqs,
-                    max_model_len=max_model_len,
-                ),
-                model=model,
-                rank=max_lora_rank,
-                count=max_loras,
-            ),
-            kv_cache_memory_bytes=kv_cache_memory_bytes,
-            memory_limit_bytes=memory_limit_bytes,
+        self._clock, self._meter = clock, SecondsMeter(clock, cause="startup")
+        limits = limits_of(settings, context_len=model.context_len)
+        draft = draft_for(model, speculation=settings.speculation, draft=draft)
+        self._budget = kv_budget(settings, limits=limits, model=model, draft=draft)
+        self._tier = host_tier(
+            settings.host_kv_directory, nbytes=settings.host_kv_bytes, budget=self._budget, clock=clock
         )
-        self._tier = host_tier(host_kv_directory, nbytes=host_kv_bytes, budget=self._budget, clock=clock)
         _log.info("%s", self._kv_text())
+        kept = self._budget if settings.enable_prefix_caching else self._budget.without_idle()
+        kv = KvCache(model, budget=kept, tier=self._tier)
         self._core = EngineCore(
             model,
             policy_version=policy_version,
             digest=digest,
-            max_num_seqs=max_num_seqs,
-            max_model_len=max_model_len,
-            max_num_batched_tokens=limit,
-            kv=KvCache(
-                model,
-                budget=self._budget if enable_prefix_caching else self._budget.without_idle(),
-                tier=self._tier,
-            ),
-            max_wait_s=max_wait_ms / 1e3,
-            speculator=Speculator() if speculation == "ngram" else None,
-            max_loras=max_loras,
+            max_num_seqs=limits.max_num_seqs,
+            max_model_len=limits.max_model_len,
+            max_num_batched_tokens=limits.max_num_batched_tokens,
+            kv=kv,
+            max_wait_s=settings.max_wait_ms / 1e3,
+            speculator=_guesser(settings.speculation, draft=draft, kv=kv, limits=limits),
+            max_loras=settings.max_loras,
             clock=clock,
             meter=self._meter,
         )
-        if draft is not None:
-            self._core.speculator = Drafter(draft, kv=self._core.kv, max_num_batched_tokens=limit)
         self._before_step = before_step
+        self._rewards = itertools.count(1)
+        self._start_threads()
+        self._desk = None if model.low_rank is None else self._new_desk(model.low_rank, settings=settings)
+        atexit.register(self._close_at_exit)
+
+    def _start_threads(self) -> None:
         self._wake = threading.Condition()
         self._commands: deque[Callable[[], None]] = deque()
         self._pending: set[Future] = set()
@@ -216,21 +139,19 @@ class EmbeddedEngine:
         self._cause: BaseException | None = None
         self._closing = False
         self._ended: Future[None] = Future()
-        self._rewards = itertools.count(1)
         self._thread = threading.Thread(target=self._run, name="rollmill-engine", daemon=True)
         self._thread.start()
         # One thread: what is staged next waits until what was given up has let go of the spare buffers.
         self._stager = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rollmill-staging")
-        self._desk = None
-        if model.low_rank is not None:
-            self._desk = AdapterDesk(
-                self._core,
-                low_rank=model.low_rank,
-                max_lora_rank=max_lora_rank,
-                between_steps=self._call,
-                beside=self._on_stager,
-            )
-        atexit.register(self._close_at_exit)
+
+    def _new_desk(self, low_rank: LowRank, *, settings: EmbeddedSettings) -> AdapterDesk:
+        return AdapterDesk(
+            self._core,
+            low_rank=low_rank,
+            max_lora_rank=settings.max_lora_rank,
+            between_steps=self._call,
+            beside=self._on_stager,
+        )
 
     # -- engine protocol
 
@@ -583,6 +504,26 @@ class EmbeddedEngine:
     def _score_now(self, token_ids: np.ndarray) -> np.ndarray:
         self._meter.switch("weight_load" if self._core.paused else "prefill")  # a canary, or a reader's question
         return self._core.score(token_ids)
+
+
+def _new_model(path: str | Path, *, settings: EmbeddedSettings, tensors: Mapping[str, torch.Tensor]) -> ServedModel:
+    return ServedModel(
+        path,
+        dtype=getattr(torch, settings.dtype),
+        tensors=tensors,
+        kernels=settings.kernels,
+        quantization=settings.quantization,
+        adapters=settings.max_loras > 0,
+    )
+
+
+def _guesser(
+    speculation: SpeculationChoice, *, draft: DraftModel | None, kv: KvCache, limits: Limits
+) -> Guesser | None:
+    """Return what guesses tokens; a draft reads its own KV, in the same blocks."""
+    if draft is not None:
+        return Drafter(draft, kv=kv, max_num_batched_tokens=limits.max_num_batched_tokens)
+    return Speculator() if speculation == "ngram" else None
 
 
 def _on_this_loop(on_tokens: OnTokens) -> OnTokens:
