@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
 
@@ -219,6 +220,7 @@ async def serve(
         closes engine and server without draining.
     """
     clock = SystemClock() if clock is None else clock
+    owner = f"generator-{os.getpid()}"
     replica = Replica(
         engine=engine,
         repository=repository,
@@ -226,7 +228,7 @@ async def serve(
         load_deadline_s=load_deadline_s,
         drain_on_update_s=drain_on_update_s,
         stage_weights=stage_weights,
-        owner=f"generator-{os.getpid()}",
+        owner=owner,
         clock=clock,
     )
     loader = None
@@ -237,32 +239,19 @@ async def serve(
             kv_policy=kv_policy,
             load_deadline_s=load_deadline_s,
             drain_on_update_s=drain_on_update_s,
-            owner=f"generator-{os.getpid()}",
+            owner=owner,
             clock=clock,
         )
     try:
-        closing = asyncio.Event()
         async with asyncio.TaskGroup() as tasks:
             service = InferenceService(replica, tasks=tasks, codec=codec, limits=limits, models=models, adapters=loader)
-            server, servicer = new_server(service, access=access)
-            bound = bind(server, address_of(host, port), access=access)
-            try:
-                await replica.start()
-                if loader is not None:
-                    await loader.start()
-                await servicer.publish_health()
-                await server.start()
-                others = [await _start_face(face, service, tasks=tasks, stop=closing) for face in faces]
-                addresses = Addresses(grpc=address_of(host, bound), others=dict(others))
+            async with _answering(service, tasks=tasks, host=host, port=port, access=access, faces=faces) as addresses:
                 if address_file is not None:
                     _write_address(Path(address_file), address=addresses.grpc, engine=engine)
                 if on_serving is not None:
                     on_serving(addresses)
                 await _until_over(stop, service.engine_died)
                 await service.drain(drain_s, reason="the generator was told to stop")
-            finally:
-                closing.set()
-                await server.stop(grace=1.0)
     except BaseExceptionGroup as group:  # one error as a rule, and the first is the cause of the others
         raise group.exceptions[0] from group
     finally:
@@ -272,6 +261,33 @@ async def serve(
             await loader.close()
     if service.engine_died.is_set():
         raise EngineDead(replica.standing.reason)
+
+
+@contextlib.asynccontextmanager
+async def _answering(
+    service: InferenceService,
+    *,
+    tasks: asyncio.TaskGroup,
+    host: str,
+    port: int,
+    access: Access | None,
+    faces: Sequence[Face],
+) -> AsyncIterator[Addresses]:
+    """Prove what is served, answer calls on every face, and stop listening at the end of the block."""
+    closing = asyncio.Event()
+    server, servicer = new_server(service, access=access)
+    bound = bind(server, address_of(host, port), access=access)
+    try:
+        await service.replica.start()
+        if service.adapters is not None:
+            await service.adapters.start()
+        await servicer.publish_health()
+        await server.start()
+        others = [await _start_face(face, service, tasks=tasks, stop=closing) for face in faces]
+        yield Addresses(grpc=address_of(host, bound), others=dict(others))
+    finally:
+        closing.set()
+        await server.stop(grace=1.0)
 
 
 async def _start_face(
