@@ -19,6 +19,8 @@ from rollmill.config.schema import GeneratorSettings
 from rollmill.errors import ConfigError, ModelError
 
 Device = Literal["cpu", "cuda"]
+Valued = Mapping[str, str | int | float]
+"""Flags of a server and their values."""
 
 TRANSPORT = "rollmill_file"
 """Name of the weight transport that the plugin registers in the server."""
@@ -108,9 +110,36 @@ def vllm_arguments(
         >>> arguments[arguments.index("--kv-cache-memory-bytes") + 1]  # (8 * 2 + 1) blocks * 32 tokens * 512 bytes
         '278528'
     """
-    valued: dict[str, str | int | float] = {
+    valued: Valued = {
         "--model": model,
         **listen,
+        **_same_everywhere(settings),
+        **_pass(settings),
+        **_memory(settings, device=device, kv=kv),
+        **(_lora_places(settings) if settings.max_loras else {}),
+        **_rounding(settings, device=device),
+        **(more or {}),
+    }
+    switches = _switches(settings, device=device)
+    _refuse_taken(settings.vllm.arguments, taken={*valued, *switches, *_KEPT_BACK})
+    targets = ("--lora-target-modules", *lora_targets) if settings.max_loras else ()
+    return [*command_line(valued, switches), *targets, *settings.vllm.arguments]
+
+
+def command_line(valued: Valued, switches: Mapping[str, bool]) -> list[str]:
+    """Return flags with their values, then the switches that are on.
+
+    Example:
+        >>> command_line({"--port": 5}, {"--quiet": True, "--loud": False})
+        ['--port', '5', '--quiet']
+    """
+    flags = [text for name, value in valued.items() for text in (name, str(value))]
+    return [*flags, *(name for name, on in switches.items() if on)]
+
+
+def _same_everywhere(settings: GeneratorSettings) -> Valued:
+    """Return what does not depend on the device."""
+    return {
         "--load-format": "dummy",
         "--dtype": resolve_dtype(settings.dtype),
         "--max-model-len": settings.max_model_len,
@@ -127,23 +156,28 @@ def vllm_arguments(
         "--generation-config": "vllm",
         "--uvicorn-log-level": "warning",
     }
-    if settings.max_num_batched_tokens is not None:
-        # The server refuses less than one token for each of its sequences.
-        valued["--max-num-batched-tokens"] = max(settings.max_num_batched_tokens, settings.max_num_seqs + SCORING_SEATS)
-    if device == "cuda":
-        valued["--gpu-memory-utilization"] = settings.gpu_memory_utilization
-    else:
-        valued["--block-size"] = CPU_BLOCK_TOKENS
+
+
+def _pass(settings: GeneratorSettings) -> Valued:
+    if settings.max_num_batched_tokens is None:
+        return {}
+    # The server refuses less than one token for each of its sequences.
+    return {"--max-num-batched-tokens": max(settings.max_num_batched_tokens, settings.max_num_seqs + SCORING_SEATS)}
+
+
+def _memory(settings: GeneratorSettings, *, device: Device, kv: KvShape | None) -> Valued:
+    own: Valued = (
+        {"--gpu-memory-utilization": settings.gpu_memory_utilization}
+        if device == "cuda"
+        else {"--block-size": CPU_BLOCK_TOKENS}
+    )
     kv_bytes = _kv_bytes(settings, device=device, kv=kv)
-    if kv_bytes is not None:
-        valued["--kv-cache-memory-bytes"] = kv_bytes
-    if settings.max_loras:
-        valued |= _lora_places(settings)
-    if settings.quantization != "none":
-        valued["--quantization"] = _rounding(settings, device=device)
-    valued |= more or {}
+    return own if kv_bytes is None else {**own, "--kv-cache-memory-bytes": kv_bytes}
+
+
+def _switches(settings: GeneratorSettings, *, device: Device) -> dict[str, bool]:
     eager = settings.vllm.enforce_eager
-    switches = {
+    return {
         "--tokens-only": True,
         "--enable-prompt-tokens-details": True,
         "--enforce-eager": device == "cpu" if eager is None else eager,
@@ -152,12 +186,6 @@ def vllm_arguments(
         "--no-enable-prefix-caching": not settings.enable_prefix_caching,
         "--enable-lora": bool(settings.max_loras),
     }
-    _refuse_taken(settings.vllm.arguments, taken={*valued, *switches, *_KEPT_BACK})
-    flags = [text for name, value in valued.items() for text in (name, str(value))]
-    flags += [name for name, on in switches.items() if on]
-    if settings.max_loras:
-        flags += ["--lora-target-modules", *lora_targets]
-    return [*flags, *settings.vllm.arguments]
 
 
 def adapter_slots(max_loras: int) -> int:
@@ -172,11 +200,13 @@ def adapter_slots(max_loras: int) -> int:
     return 2 * max_loras + 1
 
 
-def _rounding(settings: GeneratorSettings, *, device: Device) -> str:
+def _rounding(settings: GeneratorSettings, *, device: Device) -> Valued:
     """Return vLLM's word for it: it rounds each version while it loads it, each output of a layer by its own factor."""
+    if settings.quantization == "none":
+        return {}
     dtype = resolve_dtype(settings.dtype)
     if settings.quantization == "fp8" and device == "cuda" and dtype == "bfloat16":
-        return "fp8_per_channel"
+        return {"--quantization": "fp8_per_channel"}
     raise ConfigError(
         f'generator.quantization is "{settings.quantization}", generator.dtype is "{dtype}" and vLLM computes on '
         f'"{device}": it rounds linear layers to "fp8" alone, on a GPU, from bfloat16. Nearest valid values: '
@@ -185,7 +215,7 @@ def _rounding(settings: GeneratorSettings, *, device: Device) -> str:
     )
 
 
-def _lora_places(settings: GeneratorSettings) -> dict[str, str | int | float]:
+def _lora_places(settings: GeneratorSettings) -> Valued:
     rank = next((rank for rank in _LORA_RANKS if rank >= settings.max_lora_rank), None)
     if rank is None:
         raise ConfigError(

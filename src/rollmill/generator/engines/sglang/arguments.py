@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from rollmill.config.precision import resolve_dtype
 from rollmill.config.schema import GeneratorSettings
 from rollmill.errors import ConfigError
-from rollmill.generator.engines.settings import Device, KvShape, kv_dtype_bytes
+from rollmill.generator.engines.settings import Device, KvShape, Valued, command_line, kv_dtype_bytes
 
 SCORING_SEATS = 1
 """Sequences beyond `max_num_seqs` that the server is told to run: a score must not wait for a rollout to end."""
@@ -58,36 +58,52 @@ def sglang_arguments(
         >>> arguments[arguments.index("--max-total-tokens") + 1]  # 8 sequences of 64 + 8 tokens
         '576'
     """
-    valued: dict[str, str | int | float] = {
+    valued: Valued = {
         "--config": key_file,
         "--model-path": model,
         "--host": "127.0.0.1",
         "--port": port,
-        "--load-format": "safetensors",
         "--weight-version": policy_version,
+        # A request is refused whose filtered distribution has more tokens than the mask holds.
+        "--sampling-mask-max-tokens": vocabulary_size,
+        **_same_everywhere(settings),
+        **_pass(settings),
+        **_memory(settings, device=device, kv=kv),
+    }
+    switches = _switches(settings)
+    _refuse_taken(settings.sglang.arguments, taken={*valued, *switches, *_KEPT_BACK})
+    return [*command_line(valued, switches), *settings.sglang.arguments]
+
+
+def _same_everywhere(settings: GeneratorSettings) -> Valued:
+    """Return what does not depend on the device."""
+    return {
+        "--load-format": "safetensors",
         "--dtype": resolve_dtype(settings.dtype),
         "--context-length": settings.max_model_len + SPARE_TOKENS,
         "--max-running-requests": settings.max_num_seqs + SCORING_SEATS,
         "--kv-cache-dtype": _KV_DTYPES[settings.kv_cache_dtype],
         "--tp-size": settings.tensor_parallel_size,
         "--ep-size": settings.tensor_parallel_size if settings.enable_expert_parallel else 1,
-        # A request is refused whose filtered distribution has more tokens than the mask holds.
-        "--sampling-mask-max-tokens": vocabulary_size,
         "--default-priority-value": 0,
         "--grammar-backend": "none",
         "--log-level-http": "warning",
     }
-    if settings.max_num_batched_tokens is not None:
-        valued["--chunked-prefill-size"] = settings.max_num_batched_tokens
-        valued["--max-prefill-tokens"] = settings.max_num_batched_tokens
-    if device == "cpu":
-        valued["--device"] = "cpu"
-    else:
-        valued["--mem-fraction-static"] = settings.gpu_memory_utilization
+
+
+def _pass(settings: GeneratorSettings) -> Valued:
+    tokens = settings.max_num_batched_tokens
+    return {} if tokens is None else {"--chunked-prefill-size": tokens, "--max-prefill-tokens": tokens}
+
+
+def _memory(settings: GeneratorSettings, *, device: Device, kv: KvShape | None) -> Valued:
+    own: Valued = {"--device": "cpu"} if device == "cpu" else {"--mem-fraction-static": settings.gpu_memory_utilization}
     total = _total_tokens(settings, device=device, kv=kv)
-    if total is not None:
-        valued["--max-total-tokens"] = total
-    switches = {
+    return own if total is None else {**own, "--max-total-tokens": total}
+
+
+def _switches(settings: GeneratorSettings) -> dict[str, bool]:
+    return {
         "--skip-tokenizer-init": True,
         "--incremental-streaming-output": True,
         # A score comes before whatever waits; all else is in order of arrival.
@@ -97,9 +113,6 @@ def sglang_arguments(
         "--disable-overlap-schedule": not settings.sglang.overlap_schedule,
         "--enable-deterministic-inference": settings.sglang.deterministic_inference,
     }
-    _refuse_taken(settings.sglang.arguments, taken={*valued, *switches, *_KEPT_BACK})
-    flags = [text for name, value in valued.items() for text in (name, str(value))]
-    return [*flags, *(name for name, on in switches.items() if on), *settings.sglang.arguments]
 
 
 def sglang_environment(settings: GeneratorSettings, *, base: Mapping[str, str]) -> dict[str, str]:
