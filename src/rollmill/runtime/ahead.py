@@ -29,3 +29,13 @@ def read_ahead(context: ProcessContext, read: Callable[[str], T]) -> tuple[str, 
             if path is not None:
                 return str(path), read(str(path))
     return None
+
+
+def read_once(path: str, *, ahead: tuple[str, T] | None, read: Callable[[str], T]) -> T:
+    """Return what was read ahead if it is of this model, and read the model now if not.
+
+    Example:
+        >>> read_once("/m", ahead=("/m", 1), read=len), read_once("/m", ahead=("/other", 1), read=len)
+        (1, 2)
+    """
+    return ahead[1] if ahead is not None and ahead[0] == path else read(path)

@@ -14,11 +14,13 @@ import msgspec
 from rollmill.buffer.doorbell import Doorbell, ring
 from rollmill.clock import SystemClock
 from rollmill.config.engines import published_rounding
+from rollmill.config.schema import RollmillConfig
 from rollmill.errors import RunDirectoryError, WeightError
-from rollmill.runtime.ahead import read_ahead
+from rollmill.runtime.ahead import read_ahead, read_once
 from rollmill.runtime.incarnation import Evaluating, Incarnation, ProcessSeconds, read_record, write_record
 from rollmill.runtime.layout import CONTROLLER, EVALUATOR
 from rollmill.runtime.process import ProcessContext
+from rollmill.runtime.run_repository import repository_of_run
 from rollmill.runtime.threads import make_torch_deterministic
 from rollmill.runtime.waiting import wait_for_preflight, wait_until
 from rollmill.types import WeightManifest
@@ -43,77 +45,99 @@ def run_generator(context: ProcessContext) -> None:
     Raises:
         DeadlineExceeded: if the trainer publishes no first weights.
     """
-    config, layout, clock = context.config, context.layout, SystemClock()
-    # All imports happen while the controller looks at model and data, and the trainer, which publishes first, imports.
+    config, clock = context.config, SystemClock()
+    _import_all(config)
+    if config.run.deterministic:
+        make_torch_deterministic()
+    repository = repository_of_run(config, context.layout)
+    engine = _first_engine(context, repository, clock=clock)
+    # The engine's own ledger began while it was built.
+    engine_started_s = clock.now_s() - engine.load().wall_s
+    asyncio.run(_serve(context, engine, repository=repository, engine_started_s=engine_started_s, clock=clock))
+    ended_s = clock.now_s()
+    book = _book(context, engine, engine_started_s=engine_started_s)
+    write_record(context.layout.seconds(context.name, life=context.life), closed(book, at_s=ended_s))
+
+
+def _import_all(config: RollmillConfig) -> None:
+    """Import while the controller looks at model and data, and the trainer, which publishes first, imports."""
     with without_collection():
         if config.generator.engine == "embedded":
             import_transformers()
             importlib.import_module("rollmill.generator.engines.embedded.engine")
-        from rollmill.generator.main import build_engine, serve
+        importlib.import_module("rollmill.generator.main")
 
-    if config.run.deterministic:
-        make_torch_deterministic()
-    repository = LocalModelRepository(
-        layout.weights,
-        transport=config.weights.transport,
-        keep_versions=config.weights.keep_versions,
-        quantization=published_rounding(config.generator),
-    )
-    with Doorbell.bind(layout.run_directory, context.name) as bell:
-        ahead = read_ahead(context, lambda path: _load_early(context, path, repository))
-        preflight = wait_for_preflight(layout, wait=bell.wait, clock=clock)
-    if ahead is not None and ahead[0] == preflight.model_path:
-        early = ahead[1]
-    else:
-        early = _load_early(context, preflight.model_path, repository)
+
+def _first_engine(context: ProcessContext, repository: LocalModelRepository, *, clock: SystemClock) -> Engine:
+    """Return an engine over the newest weights.
+
+    It has its copy of them: what was read here ends here, for the mapping would keep the first version's memory for the
+    whole run.
+    """
+    from rollmill.generator.main import build_engine
+
+    model_path, early = _read_early(context, repository, clock=clock)
     manifest, tensors, model = _load_newest(context, repository, early=early, clock=clock)
-    # What it read early is in the engine, or worth nothing.
-    del ahead, early
-    engine = build_engine(
-        preflight.model_path,
-        settings=config.generator,
+    # What it read early is in the model, or worth nothing.
+    del early
+    settings = context.config.generator
+    return build_engine(
+        model_path,
+        settings=settings,
         borrow=_borrowed_threads(context),
         tensors=tensors,
         policy_version=manifest.policy_version,
         digest=manifest.digest,
         clock=clock,
         model=model,
-        log=layout.log(f"{context.name}.{config.generator.engine}"),
+        log=context.layout.log(f"{context.name}.{settings.engine}"),
     )
-    # The engine has its copy; the mapping would keep the first version's memory for the whole run.
-    del tensors, model
-    # The engine's own ledger began while it was built.
-    engine_started_s = clock.now_s() - engine.load().wall_s
 
-    async def main() -> None:
-        stop = asyncio.Event()
-        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
-        async with asyncio.TaskGroup() as tasks:
-            books = tasks.create_task(_keep_books(context, engine, engine_started_s=engine_started_s, clock=clock))
-            await serve(
-                engine=engine,
-                repository=repository,
-                kv_policy=config.generator.kv_on_update,
-                address_file=layout.address(context.name),
-                stop=stop,
-                load_deadline_s=config.generator.load_deadline_s,
-                drain_on_update_s=config.generator.drain_on_update_s,
-                # Nobody waits for an answer of the evaluator while it loads: memory is worth more there.
-                stage_weights=config.generator.stage_weights and context.name != EVALUATOR,
-                limits=config.generator.limits,
-                on_serving=lambda _: ring(layout.run_directory, CONTROLLER),
-            )
-            books.cancel()
 
-    asyncio.run(main())
-    closed_at_s = clock.now_s()
-    book = _book(context, engine, engine_started_s=engine_started_s)
-    # What is left of the time since the engine closed its own.
-    seconds = {**book.seconds, "shutdown": book.seconds.get("shutdown", 0.0) + closed_at_s - book.closed_at_s}
-    write_record(
-        layout.seconds(context.name, life=context.life),
-        msgspec.structs.replace(book, closed_at_s=closed_at_s, seconds=seconds, closed=True),
-    )
+def _read_early(
+    context: ProcessContext, repository: LocalModelRepository, *, clock: SystemClock
+) -> tuple[str, EarlyModel | None]:
+    """Return the model's directory, and what could be read of it before anything was published."""
+
+    def read(path: str) -> EarlyModel | None:
+        return _load_early(context, path, repository)
+
+    with Doorbell.bind(context.layout.run_directory, context.name) as bell:
+        ahead = read_ahead(context, read)
+        preflight = wait_for_preflight(context.layout, wait=bell.wait, clock=clock)
+    return preflight.model_path, read_once(preflight.model_path, ahead=ahead, read=read)
+
+
+async def _serve(
+    context: ProcessContext,
+    engine: Engine,
+    *,
+    repository: LocalModelRepository,
+    engine_started_s: float,
+    clock: SystemClock,
+) -> None:
+    """Serve until SIGTERM, and keep the books meanwhile."""
+    from rollmill.generator.main import serve
+
+    settings, layout = context.config.generator, context.layout
+    stop = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
+    async with asyncio.TaskGroup() as tasks:
+        books = tasks.create_task(_keep_books(context, engine, engine_started_s=engine_started_s, clock=clock))
+        await serve(
+            engine=engine,
+            repository=repository,
+            kv_policy=settings.kv_on_update,
+            address_file=layout.address(context.name),
+            stop=stop,
+            load_deadline_s=settings.load_deadline_s,
+            drain_on_update_s=settings.drain_on_update_s,
+            # Nobody waits for an answer of the evaluator while it loads: memory is worth more there.
+            stage_weights=settings.stage_weights and context.name != EVALUATOR,
+            limits=settings.limits,
+            on_serving=lambda _: ring(layout.run_directory, CONTROLLER),
+        )
+        books.cancel()
 
 
 def _borrowed_threads(context: ProcessContext) -> int:
@@ -145,6 +169,18 @@ def _book(context: ProcessContext, engine: Engine, *, engine_started_s: float) -
         seconds=seconds,
         closed=False,
     )
+
+
+def closed(book: ProcessSeconds, *, at_s: float) -> ProcessSeconds:
+    """Return the last book of a process that ends: what is left since its engine closed its own is `shutdown`.
+
+    Example:
+        >>> book = ProcessSeconds(process="g", incarnation=1, spawned_at_s=0, closed_at_s=9.0, seconds={"decode": 9.0})
+        >>> closed(book, at_s=9.5).seconds
+        {'decode': 9.0, 'shutdown': 0.5}
+    """
+    seconds = {**book.seconds, "shutdown": book.seconds.get("shutdown", 0.0) + at_s - book.closed_at_s}
+    return msgspec.structs.replace(book, closed_at_s=at_s, seconds=seconds, closed=True)
 
 
 def _load_early(context: ProcessContext, model_path: str, repository: LocalModelRepository) -> EarlyModel | None:

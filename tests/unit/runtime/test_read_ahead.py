@@ -6,7 +6,7 @@ import pytest
 
 from rollmill.config.schema import RollmillConfig
 from rollmill.errors import ModelError, WeightError
-from rollmill.runtime.ahead import read_ahead
+from rollmill.runtime.ahead import read_ahead, read_once
 from rollmill.runtime.layout import ProcessLayout
 from rollmill.weights.prepare import prepare
 
@@ -63,3 +63,17 @@ def test_another_error_is_not_swallowed(context):
 
     with pytest.raises(ZeroDivisionError):
         read_ahead(context, read)
+
+
+def test_what_was_read_ahead_is_not_read_again():
+    def read(path):
+        raise AssertionError(path)
+
+    assert read_once("/models/a", ahead=("/models/a", "early"), read=read) == "early"
+    # It was looked for, and nothing was there to be read: that is an answer too.
+    assert read_once("/models/a", ahead=("/models/a", None), read=read) is None
+
+
+@pytest.mark.parametrize("ahead", [None, ("/models/b", "early")])
+def test_what_was_not_read_ahead_or_is_another_model_is_read_when_it_is_needed(ahead):
+    assert read_once("/models/a", ahead=ahead, read=lambda path: f"the model in {path}") == "the model in /models/a"
