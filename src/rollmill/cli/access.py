@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ParamSpec, TypeVar
 import click
 
 if TYPE_CHECKING:
-    from rollmill.generator.security import TlsFiles
+    from rollmill.generator.security import Access, TlsFiles
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -69,6 +69,25 @@ def replica_tls_options(command: Callable[P, R]) -> Callable[P, R]:
     for option in reversed(options):
         command = option(command)
     return command
+
+
+def access_of(
+    host: str, *, token_file: str | None, tls_cert: Path | None, tls_key: Path | None, tls_client_ca: Path | None
+) -> Access:
+    """Return what callers of a server must show, by the values of `access_options`.
+
+    Raises:
+        ConfigError: if a file cannot be read, a value came without another that it needs, or others than this machine
+            could come in without showing anything.
+    """
+    from rollmill.generator.security import Access, check_binding, read_token
+
+    access = Access(
+        token=None if token_file is None else read_token(token_file),
+        tls=tls_files(cert=tls_cert, key=tls_key, ca=tls_client_ca),
+    )
+    check_binding(host, access=access)
+    return access
 
 
 def tls_files(*, cert: Path | None, key: Path | None, ca: Path | None) -> TlsFiles | None:

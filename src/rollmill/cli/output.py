@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, ParamSpec, TypeVar
 
 import click
@@ -62,3 +62,11 @@ def show(value: Any, *, text: str, as_json: bool) -> None:
         show_json(value)
     else:
         click.echo(text.rstrip("\n"))
+
+
+def show_with_warnings(value: Any, *, warnings: Iterable[str], text: str, as_json: bool) -> None:
+    """Print the document, which holds its warnings, or the warnings on stderr and the text."""
+    if not as_json:
+        for warning in warnings:
+            click.echo(f"warning: {warning}", err=True)
+    show(value, text=text, as_json=as_json)

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import click
 import msgspec
 
-from rollmill.cli.access import access_options, replica_tls_options, tls_files
-from rollmill.cli.output import json_option, show
+from rollmill.cli.access import access_of, access_options, replica_tls_options, tls_files
+from rollmill.cli.output import json_option, show_with_warnings
 from rollmill.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -87,22 +87,18 @@ def router_command(
 ) -> None:
     """Route requests to many replicas behind one address, until SIGTERM, which drains."""
     from rollmill.config.router import load_router_settings
-    from rollmill.generator.security import Access, check_binding, read_token
+    from rollmill.generator.security import read_token
 
     settings = load_router_settings(config_path, overrides=overrides)
     source = _source(replicas, replicas_file, replicas_dns)
-    token = None if token_file is None else read_token(token_file)
-    access = Access(token=token, tls=tls_files(cert=tls_cert, key=tls_key, ca=tls_client_ca))
-    check_binding(host, access=access)
+    access = access_of(host, token_file=token_file, tls_cert=tls_cert, tls_key=tls_key, tls_client_ca=tls_client_ca)
     replica_tls = tls_files(cert=replica_tls_cert, key=replica_tls_key, ca=replica_tls_ca)
 
     from rollmill.runtime.routing import RouterOptions, route
 
     def announce(routed: Routed) -> None:
-        if not as_json:
-            for warning in routed.warnings:
-                click.echo(f"warning: {warning}", err=True)
-        show(msgspec.to_builtins(routed), text=_text(routed), as_json=as_json)
+        document = msgspec.to_builtins(routed)
+        show_with_warnings(document, warnings=routed.warnings, text=_text(routed), as_json=as_json)
 
     route(
         RouterOptions(
@@ -113,7 +109,7 @@ def router_command(
             grpc_port=grpc_port,
             http_port=http_port,
             access=access,
-            replica_token=token if replica_token_file is None else read_token(replica_token_file),
+            replica_token=access.token if replica_token_file is None else read_token(replica_token_file),
             replica_tls=replica_tls,
             drain_s=drain_s,
         ),

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import click
 import msgspec
 
-from rollmill.cli.access import access_options, tls_files
-from rollmill.cli.output import json_option, show
+from rollmill.cli.access import access_of, access_options
+from rollmill.cli.output import json_option, show_with_warnings
 
 if TYPE_CHECKING:
     from rollmill.runtime.serving import Served
@@ -94,30 +94,19 @@ def serve_command(
     """Serve a model: gRPC and OpenAI-compatible HTTP with /metrics, until SIGTERM, which drains."""
     from rollmill.config.checks import check_serving
     from rollmill.config.load import load_config
-    from rollmill.generator.security import Access, check_binding, read_token
 
-    named = (("model.source", model), ("generator.engine", engine))
-    chosen = [f"{key}={json.dumps(value)}" for key, value in named if value is not None]
+    chosen = _overrides(model=model, engine=engine)
     config = load_config(config_path, overrides=[*overrides, *chosen], rules=check_serving).config
-    access = Access(
-        token=None if token_file is None else read_token(token_file),
-        tls=tls_files(cert=tls_cert, key=tls_key, ca=tls_client_ca),
-    )
-    check_binding(host, access=access)
+    access = access_of(host, token_file=token_file, tls_cert=tls_cert, tls_key=tls_key, tls_client_ca=tls_client_ca)
+    named_adapters = _named(adapters)
+    if wait_s:
+        _await_weights(*(() if repository is None else (repository,)), *named_adapters.values(), deadline_s=wait_s)
 
-    from rollmill.runtime.first_weights import await_first_weights
     from rollmill.runtime.serving import ServeOptions, serve_replica
 
-    named_adapters = _named(adapters)
-    for folder in (*(() if repository is None else (repository,)), *named_adapters.values()):
-        if wait_s:
-            await_first_weights(folder, deadline_s=wait_s, say=lambda text: click.echo(text, err=True))
-
     def announce(served: Served) -> None:
-        if not as_json:
-            for warning in served.warnings:
-                click.echo(f"warning: {warning}", err=True)
-        show(msgspec.to_builtins(served), text=_text(served), as_json=as_json)
+        document = msgspec.to_builtins(served)
+        show_with_warnings(document, warnings=served.warnings, text=_text(served), as_json=as_json)
 
     serve_replica(
         ServeOptions(
@@ -133,6 +122,19 @@ def serve_command(
         ),
         on_serving=announce,
     )
+
+
+def _overrides(*, model: str | None, engine: str | None) -> list[str]:
+    """Return options that have a setting of the same meaning as overrides of that setting."""
+    named = (("model.source", model), ("generator.engine", engine))
+    return [f"{key}={json.dumps(value)}" for key, value in named if value is not None]
+
+
+def _await_weights(*directories: Path, deadline_s: float) -> None:
+    from rollmill.runtime.first_weights import await_first_weights
+
+    for directory in directories:
+        await_first_weights(directory, deadline_s=deadline_s, say=lambda text: click.echo(text, err=True))
 
 
 def _named(adapters: tuple[str, ...]) -> dict[str, Path]:
