@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 
 import msgspec
+import numpy as np
 
 from rollmill.algorithms.advantages import overlong_penalty
 from rollmill.clock import Clock
@@ -83,14 +84,13 @@ async def run_rollout(
     observation = environment.reset(task)
     while not observation.done and len(turns) < max_turns:
         conversation.extend(observation.messages)
-        request = GenerateRequest(
-            request_id=f"{start.rollout_id}/turn{len(turns)}",
+        request = turn_request(
+            start,
+            turn=len(turns),
             prompt_ids=renderer.render(conversation),
             sampling=turn_sampling(sampling, renderer=renderer, turn=len(turns)),
-            group_key="" if turns else start.group_id,
-            deadline_s=max(0.0, min(request_deadline_s, start.deadline_s - clock.now_s())),
+            deadline_s=min(request_deadline_s, start.deadline_s - clock.now_s()),
             min_policy_version=min_policy_version,
-            wave=None if turns else start.wave,
         )
         turns.append(_finished(await generate(request), deadline_s=request.deadline_s))
         reply = renderer.decode(turns[-1].output_ids)
@@ -114,6 +114,28 @@ async def run_rollout(
         started_at_s=started_at_s,
         finished_at_s=finished_at_s,
         seconds={"generate": generated_at_s - started_at_s, "score": finished_at_s - generated_at_s},
+    )
+
+
+def turn_request(
+    start: StartRollout,
+    *,
+    turn: int,
+    prompt_ids: np.ndarray,
+    sampling: SamplingParams,
+    deadline_s: float,
+    min_policy_version: int,
+) -> GenerateRequest:
+    """Return the generation call of one turn. Only the first has its group's prompt, and takes part in its wave."""
+    first = turn == 0
+    return GenerateRequest(
+        request_id=f"{start.rollout_id}/turn{turn}",
+        prompt_ids=prompt_ids,
+        sampling=sampling,
+        group_key=start.group_id if first else "",
+        deadline_s=max(0.0, deadline_s),
+        min_policy_version=min_policy_version,
+        wave=start.wave if first else None,
     )
 
 

@@ -2,12 +2,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
 from rollmill.clock import VirtualClock
 from rollmill.config.schema import ScheduleSettings
 from rollmill.environments import run_rollout
+from rollmill.environments.single_turn import turn_request
 from rollmill.errors import EngineError, RequestAborted
 from rollmill.scheduling.instructions import StartRollout
 from rollmill.testing import Delay, FaultInjector, Raise, ScriptedEnvironment, ToyTokenizer, reply_with, run_virtual
@@ -21,6 +23,7 @@ from rollmill.types import (
     Turn,
     Unscored,
     VersionSpan,
+    Wave,
     derive_seed,
 )
 
@@ -83,6 +86,24 @@ def test_the_request_has_its_own_seed_the_models_stops_and_shares_the_groups_pro
     assert request.sampling.seed == derive_seed(99, "turn", 0)
     assert request.sampling.stop_token_ids == TOY.stop_token_ids
     assert (request.min_policy_version, request.deadline_s) == (4, 30.0)
+
+
+def test_only_the_first_turn_takes_part_in_the_groups_prompt_and_wave() -> None:
+    wave = Wave(wave_id="w0", size=4, index=1)
+    calls = [
+        turn_request(
+            msgspec.structs.replace(start(), wave=wave),
+            turn=turn,
+            prompt_ids=np.arange(3),
+            sampling=SAMPLING,
+            deadline_s=-1.0,
+            min_policy_version=7,
+        )
+        for turn in (0, 1)
+    ]
+    assert [(call.group_key, call.wave) for call in calls] == [("g0", wave), ("", None)]
+    assert [call.request_id for call in calls] == ["g0/1.2/turn0", "g0/1.2/turn1"]
+    assert [(call.deadline_s, call.min_policy_version) for call in calls] == [(0.0, 7)] * 2
 
 
 @pytest.mark.parametrize(("rollout_deadline_s", "request_deadline_s"), [(25.0, 15.0), (5.0, 0.0)])
