@@ -125,16 +125,9 @@ def plan_kv(
         blocks, idle = nbytes // both - longest, None
         why = f"{_mb(nbytes)} asked for" if limit is None else f"{_mb(limit)} limit - {rest}"
         if left is not None and nbytes > left:
-            raise ConfigError(
-                f"generator.kv_cache_memory_bytes {nbytes} is more than generator.memory_limit_bytes {limit} leaves, "
-                f"which is {_mb(left)} ({why}); lower the first, raise the second, or give only one of them"
-            )
+            raise _more_than_is_left(nbytes, left=left, limit=limit, why=why)
         if blocks < longest:
-            raise ConfigError(
-                f"{_mb(nbytes)} for keys and values ({why}) hold no sequence of max_model_len {max_model_len} and a "
-                f"score beside it, which take {2 * longest * both} bytes: raise generator.memory_limit_bytes or "
-                "kv_cache_memory_bytes, lower generator.max_model_len, or set generator.stage_weights to false"
-            )
+            raise _holds_no_sequence(nbytes, why=why, max_model_len=max_model_len, needed=2 * longest * both)
     return KvBudget(
         blocks=blocks,
         scratch=longest,
@@ -143,6 +136,21 @@ def plan_kv(
         block_tokens=block_tokens,
         draft_block_bytes=draft_block_bytes,
         why=why,
+    )
+
+
+def _more_than_is_left(nbytes: int, *, left: int, limit: int | None, why: str) -> ConfigError:
+    return ConfigError(
+        f"generator.kv_cache_memory_bytes {nbytes} is more than generator.memory_limit_bytes {limit} leaves, "
+        f"which is {_mb(left)} ({why}); lower the first, raise the second, or give only one of them"
+    )
+
+
+def _holds_no_sequence(nbytes: int, *, why: str, max_model_len: int, needed: int) -> ConfigError:
+    return ConfigError(
+        f"{_mb(nbytes)} for keys and values ({why}) hold no sequence of max_model_len {max_model_len} and a "
+        f"score beside it, which take {needed} bytes: raise generator.memory_limit_bytes or "
+        "kv_cache_memory_bytes, lower generator.max_model_len, or set generator.stage_weights to false"
     )
 
 
