@@ -14,7 +14,7 @@ from rollmill.config.addresses import is_loopback
 from rollmill.config.derive import has_evaluator, slots_of
 from rollmill.config.engines import ROUNDINGS, WITH_WAVES, disobeyed
 from rollmill.config.fleet import FleetSettings
-from rollmill.config.schema import AlgorithmSettings, RollmillConfig, ScheduleSettings
+from rollmill.config.schema import AlgorithmSettings, GeneratorSettings, RollmillConfig, ScheduleSettings
 from rollmill.errors import ConfigError
 
 Rule = Callable[[RollmillConfig], Iterator[str]]
@@ -247,9 +247,22 @@ def _deterministic(config: RollmillConfig) -> Iterator[str]:
 
 
 def _engine(config: RollmillConfig) -> Iterator[str]:
-    engine = config.generator.engine
-    for key, engines in disobeyed(config.generator):
-        value = functools.reduce(getattr, key.split("."), config.generator)
+    generator = config.generator
+    yield from _disobeyed(generator)
+    if generator.engine == "sglang":
+        yield from _sglang(generator)
+    yield from _passes_and_loads(generator)
+    yield from _host_kv(config)
+    yield from _rounding(config)
+    yield from _kernels(generator)
+    yield from _draft(generator)
+    yield from _waves(config)
+
+
+def _disobeyed(generator: GeneratorSettings) -> Iterator[str]:
+    engine = generator.engine
+    for key, engines in disobeyed(generator):
+        value = functools.reduce(getattr, key.split("."), generator)
         others = " or ".join(f'generator.engine "{other}"' for other in engines)
         yield (
             f'generator.{key} is {value!r} and generator.engine is "{engine}", which does not have this setting. '
@@ -257,18 +270,23 @@ def _engine(config: RollmillConfig) -> Iterator[str]:
             + f"Nearest valid values: leave generator.{key} out"
             + (f", or {others}." if engines else ".")
         )
-    if engine == "sglang" and config.generator.sglang.python is None:
+
+
+def _sglang(generator: GeneratorSettings) -> Iterator[str]:
+    if generator.sglang.python is None:
         yield (
             'generator.engine is "sglang" and generator.sglang.python is not set: SGLang lives in an environment of '
             "its own. Nearest valid values: the path of its interpreter, or another generator.engine."
         )
-    if engine == "sglang" and config.generator.sglang.overlap_schedule and config.generator.kv_on_update == "keep":
+    if generator.sglang.overlap_schedule and generator.kv_on_update == "keep":
         yield (
             'generator.sglang.overlap_schedule is true and generator.kv_on_update is "keep": SGLang then labels the '
             "last token before an update with the version after it. Nearest valid values: generator.kv_on_update "
             '"recompute", or generator.sglang.overlap_schedule false.'
         )
-    generator = config.generator
+
+
+def _passes_and_loads(generator: GeneratorSettings) -> Iterator[str]:
     if generator.kv_on_update == "drain" and generator.drain_on_update_s > generator.load_deadline_s / 2:
         yield (
             f"generator.drain_on_update_s is {generator.drain_on_update_s:g} and generator.load_deadline_s is "
@@ -283,24 +301,32 @@ def _engine(config: RollmillConfig) -> Iterator[str]:
             f"generator.max_num_batched_tokens {generator.max_num_seqs}, or generator.max_num_seqs "
             f"{generator.max_num_batched_tokens}."
         )
-    yield from _host_kv(config)
-    yield from _rounding(config)
+
+
+def _kernels(generator: GeneratorSettings) -> Iterator[str]:
     if generator.quantization == "int8" and generator.kernels == "torch":
         yield (
             'generator.quantization is "int8" and generator.kernels is "torch": only the compiled kernels multiply '
             'weights of eight bits. Nearest valid values: generator.kernels "auto", or generator.quantization "none".'
         )
+
+
+def _draft(generator: GeneratorSettings) -> Iterator[str]:
     if generator.speculation == "draft" and generator.draft_model is None:
         yield (
             'generator.speculation is "draft" and generator.draft_model is not set: somebody must guess. Nearest valid '
             'values: a small model with the same tokens in generator.draft_model, or generator.speculation "ngram".'
         )
-    if generator.draft_model is not None and generator.speculation != "draft" and engine == "embedded":
+    if generator.draft_model is not None and generator.speculation != "draft" and generator.engine == "embedded":
         yield (
             f"generator.draft_model is {generator.draft_model!r} and generator.speculation is "
             f'"{generator.speculation}": the draft would guess nothing. Nearest valid values: generator.speculation '
             '"draft", or leave generator.draft_model out.'
         )
+
+
+def _waves(config: RollmillConfig) -> Iterator[str]:
+    engine = config.generator.engine
     if config.run.deterministic and engine not in WITH_WAVES:
         yield (
             f'run.deterministic is true and generator.engine is "{engine}": what it samples depends on which requests '
