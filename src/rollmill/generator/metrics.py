@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from rollmill.clock import Clock
 from rollmill.errors import MissingExtraError, RequestAborted, RequestIdInUse, RollmillError, UserError
-from rollmill.generator.engines.protocol import EngineLoad
+from rollmill.generator.engines.protocol import EngineInfo, EngineLoad, HostKvLoad
 from rollmill.generator.exposition import Kind, metric_of
 from rollmill.generator.gpu import GpuMeter
 from rollmill.generator.loading import Replica
@@ -33,6 +33,9 @@ if TYPE_CHECKING:
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 WINDOW_S = 60
 QUANTILES = (0.5, 0.95)
+
+_Labelled = tuple[str, Mapping[Any, Any]]
+"""A label, and a number or histogram for each of its values."""
 
 METRICS: dict[str, tuple[Kind, str]] = {
     "rollmill_requests_total": ("counter", "Calls that ended, by outcome: ok, aborted, cancelled, or an error's code."),
@@ -246,41 +249,46 @@ class ReplicaMetrics:
 
     def _samples(self) -> dict[str, list[tuple[dict[str, str], Any]]]:
         """Return name -> [(labels, number or histogram)]; an empty list where nothing can be said."""
-        engine, now_s = self._replica.engine, self._clock.now_s()
-        load, info = engine.load(), engine.info()
+        now_s, load, info = self._clock.now_s(), self._replica.engine.load(), self._replica.engine.info()
         self._count_tokens(load)
-        deferred = load.waiting if load.paused else load.deferred
-        ended, passes = self._ended.sum(now_s=now_s), self._passes.sum(now_s=now_s)
-        newest = None if self._newest_version is None else self._newest_version()
-        plain: dict[str, Any] = {
+        plain = {**_of_load(load), **self._counted(now_s), **self._of_info(info)}
+        labelled = self._by_label(load, now_s=now_s)
+        if load.decode_passes:
+            passes = self._passes.sum(now_s=now_s)
+            plain["batch_size"] = self._tokens.sum(now_s=now_s) / passes if passes else 0.0
+        if load.host_kv is not None:
+            plain |= _of_host_kv(load.host_kv)
+            labelled |= _by_label_of_host_kv(load.host_kv)
+        found: dict[str, list[tuple[dict[str, str], Any]]] = {name: [] for name in METRICS}
+        found["rollmill_replica_info"].append(({"engine": info.kind, "model": info.model, "dtype": info.dtype}, 1))
+        for name, value in plain.items():
+            found[f"rollmill_{name}"].append(({}, value))
+        for name, (label, values) in labelled.items():
+            found[f"rollmill_{name}"] += [({label: str(key)}, value) for key, value in values.items()]
+        return found
+
+    def _counted(self, now_s: float) -> dict[str, Any]:
+        ended = self._ended.sum(now_s=now_s)
+        return {
             "error_rate": self._failed.sum(now_s=now_s) / ended if ended else 0.0,
             "rollout_throughput": self._turns.per_s(now_s=now_s),
             "rollout_latency_seconds": self._latency,
             "time_to_first_token_seconds": self._first_token,
             "inter_token_latency_seconds": self._between_tokens,
             "request_queue_seconds": self._queued,
-            "queue_depth": load.waiting,
-            "requests_running": load.running,
-            "max_num_seqs": info.max_num_seqs,
-            "kv_cache_usage": kv_usage(load),
             "tokens_per_s": self._tokens.per_s(now_s=now_s),
-            "generated_tokens_total": load.output_tokens,
-            "prefill_tokens_total": load.prefill_tokens,
-            "cached_tokens_total": load.cached_tokens,
-            "prefix_cache_queries_total": load.cached_tokens + load.prefill_tokens,
-            "prefix_cache_hits_total": load.cached_tokens,
-            "preemptions_total": load.preemptions,
-            "guessed_tokens_total": load.guessed_tokens,
-            "accepted_tokens_total": load.accepted_tokens,
-            "policy_version": info.policy_version,
             "weight_pause_seconds": self._pause_s,
             "weight_load_cut_requests_total": self._cut,
         }
-        if load.decode_passes:
-            plain["batch_size"] = self._tokens.sum(now_s=now_s) / passes if passes else 0.0
-        if newest is not None:
-            plain["publish_lag_versions"] = max(0, newest - info.policy_version)
-        labelled: dict[str, tuple[str, Mapping[Any, Any]]] = {
+
+    def _of_info(self, info: EngineInfo) -> dict[str, Any]:
+        plain = {"max_num_seqs": info.max_num_seqs, "policy_version": info.policy_version}
+        newest = None if self._newest_version is None else self._newest_version()
+        return plain if newest is None else {**plain, "publish_lag_versions": max(0, newest - info.policy_version)}
+
+    def _by_label(self, load: EngineLoad, *, now_s: float) -> dict[str, _Labelled]:
+        deferred = load.waiting if load.paused else load.deferred
+        return {
             "requests_total": ("outcome", self._requests),
             "rollout_latency_quantile_seconds": ("quantile", self._latencies.quantiles(QUANTILES, now_s=now_s)),
             "queue_depth_by_reason": ("reason", {"capacity": load.waiting - deferred, "deferred": deferred}),
@@ -290,23 +298,38 @@ class ReplicaMetrics:
             "weight_load_seconds": ("phase", self._load_s),
             "replica_state": ("state", {s.value: int(s is self._replica.standing.state) for s in ReplicaState}),
         }
-        if load.host_kv is not None:
-            tier = load.host_kv
-            for name in ("used_bytes", "capacity_bytes"):
-                plain[f"host_kv_{name}"] = getattr(tier, name)
-            for name in ("evictions", "damaged"):
-                plain[f"host_kv_{name}_total"] = getattr(tier, name)
-            labelled["host_kv_lookups_total"] = ("outcome", {"hit": tier.hits, "miss": tier.misses})
-            moved = {"stored": tier.stored_bytes, "restored": tier.restored_bytes}
-            labelled["host_kv_moved_bytes_total"] = ("direction", moved)
-        of_info = {"engine": info.kind, "model": info.model, "dtype": info.dtype}
-        found: dict[str, list[tuple[dict[str, str], Any]]] = {name: [] for name in METRICS}
-        found["rollmill_replica_info"].append((of_info, 1))
-        for name, value in plain.items():
-            found[f"rollmill_{name}"].append(({}, value))
-        for name, (label, values) in labelled.items():
-            found[f"rollmill_{name}"] += [({label: str(key)}, value) for key, value in values.items()]
-        return found
+
+
+def _of_load(load: EngineLoad) -> dict[str, Any]:
+    return {
+        "queue_depth": load.waiting,
+        "requests_running": load.running,
+        "kv_cache_usage": kv_usage(load),
+        "generated_tokens_total": load.output_tokens,
+        "prefill_tokens_total": load.prefill_tokens,
+        "cached_tokens_total": load.cached_tokens,
+        "prefix_cache_queries_total": load.cached_tokens + load.prefill_tokens,
+        "prefix_cache_hits_total": load.cached_tokens,
+        "preemptions_total": load.preemptions,
+        "guessed_tokens_total": load.guessed_tokens,
+        "accepted_tokens_total": load.accepted_tokens,
+    }
+
+
+def _of_host_kv(tier: HostKvLoad) -> dict[str, Any]:
+    return {
+        "host_kv_used_bytes": tier.used_bytes,
+        "host_kv_capacity_bytes": tier.capacity_bytes,
+        "host_kv_evictions_total": tier.evictions,
+        "host_kv_damaged_total": tier.damaged,
+    }
+
+
+def _by_label_of_host_kv(tier: HostKvLoad) -> dict[str, _Labelled]:
+    return {
+        "host_kv_lookups_total": ("outcome", {"hit": tier.hits, "miss": tier.misses}),
+        "host_kv_moved_bytes_total": ("direction", {"stored": tier.stored_bytes, "restored": tier.restored_bytes}),
+    }
 
 
 class LastKnown:
