@@ -131,7 +131,7 @@ class LocalModelRepository:
         Raises:
             WeightError: if the space is full, tensors share memory, or nothing was given.
         """
-        transport = self._transport_for(sum(tensor.numel() * tensor.element_size() for tensor in tensors.values()))
+        transport = self._transport_for(_bytes_of(tensors))
         return put_base(self._folder(transport, make=True), tensors, durable=transport == "file")
 
     def prepare(
@@ -160,21 +160,14 @@ class LocalModelRepository:
             held.enter_context(self._publishing())
             self._remove_leftovers()
             version = max(self._manifests.versions(), default=0) + 1
-            nbytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+            nbytes = _bytes_of(tensors)
             transport = self._transport_for(nbytes if self._quantization == "none" else round(1.3 * nbytes))
-            if adapter is not None and not base_path(self._folder(transport), adapter.base_digest).exists():
-                raise WeightError(
-                    f"the weights with digest {adapter.base_digest[:16]}... under this adapter are not in the "
-                    "repository. Store them with `put_base` first. Nothing was published"
-                )
+            if adapter is not None:
+                self._refuse_without_base(adapter, transport=transport)
             final = self._folder(transport, make=True) / f"v{version:06d}.safetensors"
             partial = final.with_name(final.name + PARTIAL_SUFFIX)
             handle = held.enter_context(self._open_partial(partial, transport=transport))
-            try:
-                copy_tensors(handle, tensors, path=partial)
-            except BaseException:
-                partial.unlink(missing_ok=True)
-                raise
+            _copy_or_remove(tensors, handle, path=partial)
             draft = WeightManifest(
                 policy_version=version,
                 optimizer_step=optimizer_step,
@@ -200,6 +193,13 @@ class LocalModelRepository:
                 held=held.pop_all(),
             )
         raise InvariantViolation("unreachable: nothing in this block swallows an exception")
+
+    def _refuse_without_base(self, adapter: Adapter, *, transport: Transport) -> None:
+        if not base_path(self._folder(transport), adapter.base_digest).exists():
+            raise WeightError(
+                f"the weights with digest {adapter.base_digest[:16]}... under this adapter are not in the "
+                "repository. Store them with `put_base` first. Nothing was published"
+            )
 
     def _open_partial(self, partial: Path, *, transport: str) -> io.FileIO:
         """Return the file that a publication is written to: in shared memory a retired one, where there is one."""
@@ -503,3 +503,16 @@ class LocalModelRepository:
         folder = self._folder("shm")
         if folder.is_dir():
             shutil.rmtree(folder)
+
+
+def _bytes_of(tensors: Mapping[str, torch.Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+
+
+def _copy_or_remove(tensors: Mapping[str, torch.Tensor], handle: io.FileIO, *, path: Path) -> None:
+    """Write a whole file of tensors, or leave none."""
+    try:
+        copy_tensors(handle, tensors, path=path)
+    except BaseException:
+        path.unlink(missing_ok=True)
+        raise
