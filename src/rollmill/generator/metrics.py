@@ -17,9 +17,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rollmill.clock import Clock
-from rollmill.errors import MissingExtraError, RequestAborted, RequestIdInUse, RollmillError, UserError
+from rollmill.errors import RequestAborted, RequestIdInUse, RollmillError, UserError
+from rollmill.exposition import Table, metric_of, metrics_of, page_of, require_client
 from rollmill.generator.engines.protocol import EngineInfo, EngineLoad, HostKvLoad
-from rollmill.generator.exposition import Kind, metric_of
 from rollmill.generator.gpu import GpuMeter
 from rollmill.generator.loading import Replica
 from rollmill.generator.state import ReplicaState
@@ -30,14 +30,13 @@ from rollmill.types import GenerateRequest, StopReason, Turn
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
 
-CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 WINDOW_S = 60
 QUANTILES = (0.5, 0.95)
 
 _Labelled = tuple[str, Mapping[Any, Any]]
 """A label, and a number or histogram for each of its values."""
 
-METRICS: dict[str, tuple[Kind, str]] = {
+METRICS: Table = {
     "rollmill_requests_total": ("counter", "Calls that ended, by outcome: ok, aborted, cancelled, or an error's code."),
     "rollmill_error_rate": ("gauge", "Share of the calls of the last minute that failed; errors of the user excluded."),
     "rollmill_rollout_throughput": ("gauge", "Turns finished per second in the last minute."),
@@ -151,10 +150,7 @@ class ReplicaMetrics:
         gpus: GpuMeter | None = None,
         aliases: bool = True,
     ) -> None:
-        try:
-            import prometheus_client  # noqa: F401 - now, so that a replica without it does not start
-        except ImportError:
-            raise MissingExtraError(package="prometheus-client", purpose="/metrics", extra="serve") from None
+        require_client()
         self._replica = replica
         self._clock = clock
         self._model_name = model_name
@@ -223,20 +219,12 @@ class ReplicaMetrics:
     # -- what Prometheus asks
 
     def render(self) -> bytes:
-        """Return the page in Prometheus' text form; `CONTENT_TYPE` says so in HTTP."""
-        from prometheus_client import CollectorRegistry, generate_latest
+        """Return the page in Prometheus' text form."""
+        return page_of(self._collect())
 
-        registry = CollectorRegistry(auto_describe=False)
-        registry.register(self)
-        return generate_latest(registry)
-
-    def collect(self) -> Iterator[Metric]:
-        """Yield the metrics of this moment; what the client's registry asks for."""
+    def _collect(self) -> Iterator[Metric]:
         samples = self._samples()
-        for name, values in samples.items():
-            if values:
-                kind, text = METRICS[name]
-                yield metric_of(name, values, kind=kind, text=text)
+        yield from metrics_of({name: values for name, values in samples.items() if values}, table=METRICS)
         model = {"model_name": self._model_name or self._replica.engine.info().model}
         for alias, name in ALIASES.items() if self._aliases else ():
             kind, text = METRICS[name]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 import collections
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 """Upper bounds for waits of a whole request: from an idle small model to a deadline."""
@@ -14,34 +14,30 @@ TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15,
 
 
 class Histogram:
-    """How many values lie at or under each bound, and their sum.
+    """How many values lie between bounds, and their sum.
+
+    Attributes:
+        bounds: upper bounds, ascending; a value on a bound lies under it.
+        counts: values between each bound and the one before, and last those above all bounds.
+        total: their sum.
 
     Example:
         >>> waits = Histogram((1.0, 5.0))
         >>> for value in (0.5, 1.0, 7.0):
         ...     waits.observe(value)
-        >>> list(waits.cumulative()), waits.total
-        ([('1.0', 2), ('5.0', 2), ('+Inf', 3)], 8.5)
+        >>> waits.counts, waits.total
+        ([2, 0, 1], 8.5)
     """
 
     def __init__(self, bounds: Sequence[float]) -> None:
-        self._bounds = tuple(bounds)
-        self._counts = [0] * (len(self._bounds) + 1)
+        self.bounds = tuple(bounds)
+        self.counts = [0] * (len(self.bounds) + 1)
         self.total = 0.0
-        self.count = 0
 
     def observe(self, value: float, *, times: int = 1) -> None:
         """Count a value, several times if it stands for several."""
-        self._counts[bisect.bisect_left(self._bounds, value)] += times
+        self.counts[bisect.bisect_left(self.bounds, value)] += times
         self.total += value * times
-        self.count += times
-
-    def cumulative(self) -> Iterator[tuple[str, int]]:
-        """Yield (upper bound as text, values at or under it), the last one without bound."""
-        seen = 0
-        for bound, count in zip((*map(str, self._bounds), "+Inf"), self._counts, strict=True):
-            seen += count
-            yield bound, seen
 
 
 class RecentValues:

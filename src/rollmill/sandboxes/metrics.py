@@ -9,23 +9,21 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from rollmill.errors import MissingExtraError
+from rollmill.exposition import Sample, Table, metrics_of, page_of, require_client
 from rollmill.sandboxes.lifecycle import culprit_of
 from rollmill.sandboxes.reaper import ReaperStatistics
 from rollmill.sandboxes.records import DeathReason, SandboxState, SandboxStatus
-from rollmill.sandboxes.tally import Spread, TallyStatistics
+from rollmill.sandboxes.tally import TallyStatistics
 from rollmill.sandboxes.watchdog.records import GuardStatistics, WatchdogStatistics
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
 
-Kind = Literal["counter", "gauge", "histogram"]
-Samples = list[tuple[Mapping[str, str], "float | Spread"]]
-CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+Samples = list[Sample]
 
-METRICS: dict[str, tuple[Kind, str]] = {
+METRICS: Table = {
     "rollmill_sandboxes": ("gauge", "Sandboxes that live, by state."),
     "rollmill_sandbox_start_seconds": (
         "histogram",
@@ -161,23 +159,12 @@ class SandboxMetrics:
     """
 
     def __init__(self, read: Callable[[], SandboxFigures]) -> None:
-        try:
-            import prometheus_client  # noqa: F401 - now, so that a service without it does not start
-        except ImportError:
-            raise MissingExtraError(package="prometheus-client", purpose="/metrics", extra="serve") from None
+        require_client()
         self._read = read
 
     def render(self) -> bytes:
-        """Return the page in Prometheus' text form; `CONTENT_TYPE` says so in HTTP."""
-        from prometheus_client import CollectorRegistry, generate_latest
-
-        registry = CollectorRegistry(auto_describe=False)
-        registry.register(self)
-        return generate_latest(registry)
-
-    def collect(self) -> Iterator[Metric]:
-        """Yield the metrics of this moment; what the client's registry asks for."""
-        return collect(self._read())
+        """Return the page in Prometheus' text form."""
+        return page_of(collect(self._read()))
 
 
 def collect(figures: SandboxFigures) -> Iterator[Metric]:
@@ -185,25 +172,7 @@ def collect(figures: SandboxFigures) -> Iterator[Metric]:
     found: dict[str, Samples] = {}
     for part in (_of_states, _of_tally, _of_pool, _of_watchdog, _of_guard, _of_reaper):
         found |= {f"rollmill_{name}": samples for name, samples in part(figures).items()}
-    for name in METRICS:
-        if samples := found.get(name):
-            yield _metric(name, samples)
-
-
-def _metric(name: str, samples: Samples) -> Metric:
-    from prometheus_client.core import Metric
-
-    kind, text = METRICS[name]
-    metric = Metric(name.removesuffix("_total") if kind == "counter" else name, text, kind)
-    for labels, value in samples:
-        if isinstance(value, Spread):
-            for bound, count in value.cumulative():
-                metric.add_sample(f"{name}_bucket", {**labels, "le": bound}, count)
-            metric.add_sample(f"{name}_count", dict(labels), value.count)
-            metric.add_sample(f"{name}_sum", dict(labels), value.total)
-        else:
-            metric.add_sample(name, dict(labels), value)
-    return metric
+    return metrics_of({name: samples for name in METRICS if (samples := found.get(name))}, table=METRICS)
 
 
 def _plain(value: float) -> Samples:

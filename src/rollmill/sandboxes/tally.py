@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import bisect
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import msgspec
@@ -35,11 +35,11 @@ class Observer(Protocol):
 
 
 class Spread(Record, frozen=True, kw_only=True):
-    """How many values lie at or under each bound.
+    """How many values lie between bounds.
 
     Attributes:
-        bounds: upper bounds, ascending; what lies above them is counted too.
-        counts: values between each bound and the one before, one more than bounds.
+        bounds: upper bounds, ascending; a value on a bound lies under it.
+        counts: values between each bound and the one before, and last those above all bounds.
         total: their sum.
     """
 
@@ -47,25 +47,13 @@ class Spread(Record, frozen=True, kw_only=True):
     counts: tuple[int, ...]
     total: float = 0.0
 
-    @property
-    def count(self) -> int:
-        """Return how many values there are."""
-        return sum(self.counts)
-
-    def cumulative(self) -> Iterator[tuple[str, int]]:
-        """Yield (upper bound as text, values at or under it), the last one without bound."""
-        seen = 0
-        for bound, count in zip((*map(str, self.bounds), "+Inf"), self.counts, strict=True):
-            seen += count
-            yield bound, seen
-
     def with_value(self, value: float) -> Spread:
         """Return it with one value more.
 
         Example:
             >>> waits = spread((1.0, 5.0)).with_value(0.5).with_value(1.0).with_value(7.0)
-            >>> list(waits.cumulative()), waits.total
-            ([('1.0', 2), ('5.0', 2), ('+Inf', 3)], 8.5)
+            >>> waits.counts, waits.total
+            ((2, 0, 1), 8.5)
         """
         place = bisect.bisect_left(self.bounds, value)
         counts = tuple(count + (number == place) for number, count in enumerate(self.counts))

@@ -26,6 +26,7 @@ import rollmill
 from rollmill.clock import Clock, SystemClock
 from rollmill.config.serving import LimitSettings
 from rollmill.errors import NotServing, RollmillError
+from rollmill.exposition import CONTENT_TYPE
 from rollmill.generator.http.answers import Answer, ChatAnswer, CompletionAnswer, TokenAnswer
 from rollmill.generator.http.bodies import AbortBody, ChatRequest, CompletionRequest, ScoreBody, TokenRequest, decode
 from rollmill.generator.http.exchange import Gate, Json, body_of, failure, unless_gone
@@ -44,7 +45,6 @@ _STEPS_BEHIND = 4
 """Steps of all samples of a stream that may wait for its reader, where there are more samples than events may wait."""
 _LINGER_S = 5.0
 """What is left of a body that is too large is taken this long."""
-METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 class HttpApp(Starlette):
@@ -125,7 +125,7 @@ class HttpApp(Starlette):
     async def _show_metrics(self, request: Request) -> Response:
         if self._metrics is None:
             raise RequestProblem("this replica was started without metrics", code="unknown_url", status=404)
-        return Response(self._metrics.render(), media_type=METRICS_TYPE)
+        return Response(self._metrics.render(), media_type=CONTENT_TYPE)
 
     async def _openapi(self, request: Request) -> Response:
         return Json(openapi())

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 import rollmill
+from rollmill.exposition import CONTENT_TYPE
 from rollmill.generator.http import bodies, problems, replies
 from rollmill.generator.http.bodies import AbortBody, ChatRequest, CompletionRequest, ScoreBody, TokenRequest
 from rollmill.generator.http.problems import ErrorReply
@@ -106,7 +107,7 @@ _OPERATIONS = (
         method="get",
         path="/metrics",
         summary="Metrics in Prometheus' text form",
-        content="text/plain; version=0.0.4; charset=utf-8",
+        content=CONTENT_TYPE,
     ),
     _Operation(method="get", path="/openapi.json", summary="This document"),
 )

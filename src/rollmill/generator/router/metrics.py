@@ -7,22 +7,16 @@ never ids or sessions.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from rollmill.clock import Clock
-from rollmill.errors import MissingExtraError
-from rollmill.generator.exposition import Kind, Sample, metric_of
+from rollmill.exposition import Sample, Table, metrics_of, page_of, require_client
 from rollmill.generator.router.records import Seen
 from rollmill.generator.router.service import RouterService
-
-if TYPE_CHECKING:
-    from prometheus_client.core import Metric
 
 OTHER_JOBS = "other"
 QUANTILES = (0.5, 0.95)
 
-METRICS: dict[str, tuple[Kind, str]] = {
+METRICS: Table = {
     "rollmill_router_requests_total": ("counter", "Calls that ended, by outcome: ok, cancelled, or an error's code."),
     "rollmill_router_latency_seconds": ("histogram", "From a call's arrival at the router to its answer's end."),
     "rollmill_router_latency_quantile_seconds": (
@@ -57,25 +51,12 @@ class RouterMetrics:
     """
 
     def __init__(self, service: RouterService, *, clock: Clock) -> None:
-        try:
-            import prometheus_client
-        except ImportError as error:
-            raise MissingExtraError(package="prometheus-client", extra="serve", purpose="/metrics") from error
+        require_client()
         self._service, self._clock = service, clock
-        self._registry = prometheus_client.CollectorRegistry()
-        self._registry.register(self)  # pyright: ignore[reportArgumentType] - it is a collector by its method
 
     def render(self) -> bytes:
-        """Return the page."""
-        from prometheus_client import generate_latest
-
-        return generate_latest(self._registry)
-
-    def collect(self) -> Iterator[Metric]:
-        """Yield every metric as it is now."""
-        for name, samples in self._samples().items():
-            kind, text = METRICS[name]
-            yield metric_of(name, samples, kind=kind, text=text)
+        """Return the page in Prometheus' text form."""
+        return page_of(metrics_of(self._samples(), table=METRICS))
 
     def _samples(self) -> dict[str, list[Sample]]:
         forwarder, law = self._service.forwarder, self._service.law

@@ -22,7 +22,7 @@ from starlette.routing import Route
 
 import rollmill
 from rollmill.errors import RollmillError
-from rollmill.sandboxes.metrics import CONTENT_TYPE
+from rollmill.exposition import CONTENT_TYPE
 from rollmill.sandboxes.service.answers import http_answer
 from rollmill.sandboxes.service.control import ControlFace
 from rollmill.sandboxes.service.exchange import sandbox_id_of

@@ -26,7 +26,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from rollmill.errors import ConfigError, MissingExtraError, RollmillError
-from rollmill.sandboxes.metrics import CONTENT_TYPE
+from rollmill.exposition import CONTENT_TYPE
 from rollmill.sandboxes.records import Record
 from rollmill.sandboxes.service.answers import http_answer
 from rollmill.sandboxes.service.exchange import body_of, sandbox_id_of

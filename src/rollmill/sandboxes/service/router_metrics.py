@@ -1,4 +1,4 @@
-"""What a router tells Prometheus of its fleet, from what it knows at this moment. Pure but for the client's types.
+"""What a router tells Prometheus of its fleet, from what it knows at this moment. Pure.
 
 The labels are nodes, states and outcomes: how many series there are depends on the fleet alone.
 """
@@ -6,17 +6,12 @@ The labels are nodes, states and outcomes: how many series there are depends on 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
 
-from rollmill.errors import MissingExtraError
-from rollmill.sandboxes.metrics import Kind
+from rollmill.exposition import Sample, Table, metrics_of, page_of, require_client
 from rollmill.sandboxes.service.fleet_law import NodeState, Standing, spread_of
 
-if TYPE_CHECKING:
-    from prometheus_client.core import Metric
-
-ROUTER_METRICS: dict[str, tuple[Kind, str]] = {
+ROUTER_METRICS: Table = {
     "rollmill_sandbox_router_requests_total": (
         "counter",
         "Calls passed on, by node and outcome: done, refused (the caller's fault), no_room (429 or 503), failed, "
@@ -48,33 +43,16 @@ def router_page(states: Sequence[NodeState], *, calls: Mapping[tuple[str, str], 
     Raises:
         MissingExtraError: if the Prometheus client is not installed.
     """
-    try:
-        from prometheus_client import CollectorRegistry, generate_latest
-    except ImportError:
-        raise MissingExtraError(package="prometheus-client", purpose="/metrics", extra="serve") from None
-    registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Page(states, calls, unplaced))
-    return generate_latest(registry)
-
-
-class _Page:
-    def __init__(self, states: Sequence[NodeState], calls: Mapping[tuple[str, str], int], unplaced: int) -> None:
-        standings = Counter(state.standing for state in states)
-        self._samples: dict[str, list[tuple[dict[str, str], float]]] = {
-            "requests_total": [({"node": node, "outcome": outcome}, count) for (node, outcome), count in calls.items()],
-            "unplaced_total": [({}, unplaced)],
-            "nodes": [({"state": one.value}, standings[one]) for one in Standing],
-            "node_sandboxes": [({"node": state.url}, state.sandboxes) for state in states if state.reachable],
-            "node_free": [({"node": state.url}, max(0, state.free)) for state in states if state.reachable],
-            "spread": [({}, spread_of(states))],
-        }
-
-    def collect(self) -> Iterator[Metric]:
-        """Yield the metrics; what the client's registry asks for."""
-        from prometheus_client.core import Metric
-
-        for name, (kind, text) in ROUTER_METRICS.items():
-            metric = Metric(name.removesuffix("_total"), text, kind)
-            for labels, value in self._samples[name.removeprefix("rollmill_sandbox_router_")]:
-                metric.add_sample(name, labels, value)
-            yield metric
+    require_client()
+    standings = Counter(state.standing for state in states)
+    answering = [state for state in states if state.reachable]
+    samples: dict[str, list[Sample]] = {
+        "requests_total": [({"node": node, "outcome": outcome}, count) for (node, outcome), count in calls.items()],
+        "unplaced_total": [({}, unplaced)],
+        "nodes": [({"state": one.value}, standings[one]) for one in Standing],
+        "node_sandboxes": [({"node": state.url}, state.sandboxes) for state in answering],
+        "node_free": [({"node": state.url}, max(0, state.free)) for state in answering],
+        "spread": [({}, spread_of(states))],
+    }
+    named = {f"rollmill_sandbox_router_{name}": values for name, values in samples.items()}
+    return page_of(metrics_of(named, table=ROUTER_METRICS))
