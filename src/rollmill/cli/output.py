@@ -51,6 +51,12 @@ def show_error(code: str, message: str, *, as_json: bool, details: dict[str, Any
         click.echo(f"error [{code}]: {message}", err=True)
 
 
+def show_warnings(warnings: Iterable[str], *, as_json: bool) -> None:
+    """Print warnings on stderr for people; a document has them in it."""
+    for warning in () if as_json else warnings:
+        click.echo(f"warning: {warning}", err=True)
+
+
 def show_json(value: Any) -> None:
     """Print a JSON document."""
     click.echo(json.dumps(msgspec.to_builtins(value, str_keys=True), indent=2, allow_nan=False))

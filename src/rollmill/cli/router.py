@@ -9,7 +9,7 @@ import click
 import msgspec
 
 from rollmill.cli.access import access_of, access_options, replica_tls_options, tls_files
-from rollmill.cli.output import json_option, show_with_warnings
+from rollmill.cli.output import json_option, show, show_warnings
 from rollmill.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -97,8 +97,8 @@ def router_command(
     from rollmill.runtime.routing import RouterOptions, route
 
     def announce(routed: Routed) -> None:
-        document = msgspec.to_builtins(routed)
-        show_with_warnings(document, warnings=routed.warnings, text=_text(routed), as_json=as_json)
+        show_warnings(routed.warnings, as_json=as_json)
+        show(msgspec.to_builtins(routed), text=_text(routed), as_json=as_json)
 
     route(
         RouterOptions(

@@ -1,23 +1,14 @@
-"""Which backend of this machine a command uses, and how it is made."""
+"""How the backend of this machine that a command uses is made."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-import click
-
 from rollmill.errors import ConfigError
 from rollmill.sandboxes.backends.gvisor import GvisorProvider, GvisorSettings
 from rollmill.sandboxes.backends.namespaces import NamespaceProvider, NamespaceSettings
 from rollmill.sandboxes.tally import Observer
-
-
-def backend_option(command: Any) -> Any:
-    """Add `--backend` to a command."""
-    kinds = click.Choice(["namespaces", "gvisor", "qemu"])
-    text = "What runs sandboxes: the kernel's own namespaces, gVisor's kernel within them, or machines under QEMU."
-    return click.option("--backend", type=kinds, default="namespaces", show_default=True, help=text)(command)
 
 
 def settings_of(backend: str, *, snapshot_directory: Path | None = None, **options: Any) -> Any:

@@ -11,6 +11,7 @@ import click
 
 from rollmill.cli.output import json_option, show
 from rollmill.cli.sandbox_backends import settings_of
+from rollmill.cli.sandbox_options import BACKENDS, directory_option
 
 if TYPE_CHECKING:
     from rollmill.sandboxes.doctor import Diagnosis
@@ -20,16 +21,11 @@ if TYPE_CHECKING:
 @click.command("doctor")
 @click.option(
     "--backend",
-    type=click.Choice(["namespaces", "gvisor", "qemu"]),
+    type=click.Choice(BACKENDS),
     default=None,
     help="Look at this one alone, and say of each of its protections what it does; all backends unless given.",
 )
-@click.option(
-    "--directory",
-    type=click.Path(path_type=Path),
-    default=None,
-    help="Where the records of sandboxes are; the user's runtime directory unless given.",
-)
+@directory_option
 @click.option(
     "--deadline-s",
     type=click.FloatRange(min=1.0),

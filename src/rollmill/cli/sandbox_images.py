@@ -11,6 +11,7 @@ from typing import Any
 import click
 
 from rollmill.cli.output import json_option, show
+from rollmill.cli.sandbox_options import store_option
 from rollmill.errors import ImageError, SandboxError
 from rollmill.sandboxes.images import (
     CollectReport,
@@ -29,11 +30,6 @@ _GIB = 1024**3
 _MIB = 1024**2
 
 
-def _store_option(command: Any) -> Any:
-    text = "Where images are kept; /var/lib/rollmill/images as root, else below the user's data directory."
-    return click.option("--store", type=click.Path(path_type=Path), default=None, help=text)(command)
-
-
 @click.command("prepare")
 @click.argument("image")
 @click.option("--name", default=None, help="Name in the store; made from IMAGE unless given.")
@@ -49,7 +45,7 @@ def _store_option(command: Any) -> Any:
 @click.option(
     "--deadline-s", type=click.FloatRange(min=0.1), default=3600.0, show_default=True, help="Then it is given up."
 )
-@_store_option
+@store_option
 @json_option
 def prepare_command(image: str, store: Path | None, as_json: bool, **options: Any) -> None:
     """Make IMAGE ready for sandboxes, ahead of their start.
@@ -128,7 +124,7 @@ class _Reporter:
     default=None,
     help="Remove also what was not used for longest, until the layers take no more than this.",
 )
-@_store_option
+@store_option
 @json_option
 def images_command(
     verify: bool, remove: tuple[str, ...], collect: bool, budget_gib: float | None, store: Path | None, as_json: bool

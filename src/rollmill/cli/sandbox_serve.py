@@ -1,22 +1,21 @@
-"""`rollmill sandbox serve`, `route` and `show`: sandboxes over HTTP, of one node and of many; what is known of one."""
+"""`rollmill sandbox serve` and `route`: sandboxes over HTTP, of one node and of many."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import os
-import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from rollmill.cli.output import json_option, show
-from rollmill.cli.sandbox_backends import backend_option, provider_of, settings_of
-from rollmill.errors import ConfigError, SandboxDead
+from rollmill.cli.output import json_option, show, show_warnings
+from rollmill.cli.sandbox_backends import provider_of, settings_of
+from rollmill.cli.sandbox_options import backend_option, directory_option, isolation_option, store_option
+from rollmill.errors import ConfigError
 from rollmill.sandboxes.backends.namespaces import NamespaceProvider
-from rollmill.sandboxes.disk_records import DiskRecords, default_directory, is_alive
 from rollmill.sandboxes.images import ImageStoreSettings
 from rollmill.sandboxes.isolation import parse_level
 
@@ -28,13 +27,6 @@ if TYPE_CHECKING:
     from rollmill.sandboxes.service.router import FleetSettings
     from rollmill.sandboxes.tally import SandboxTally
     from rollmill.sandboxes.watchdog import Watchdog
-
-_DIRECTORY = click.option(
-    "--directory",
-    type=click.Path(path_type=Path),
-    default=None,
-    help="Where the records of sandboxes are; the user's runtime directory unless given.",
-)
 
 
 @click.command("serve")
@@ -78,9 +70,7 @@ _DIRECTORY = click.option(
     default=None,
     help="What callers are told to reach sandboxes by, as PORT-ID.DOMAIN, behind a proxy with TLS.",
 )
-@click.option(
-    "--minimum-isolation", default="hardened", show_default=True, help="Refuse to run with less than this level."
-)
+@isolation_option
 @click.option(
     "--watchdog/--no-watchdog",
     default=True,
@@ -112,9 +102,9 @@ _DIRECTORY = click.option(
     default=None,
     help="Where is written what callers were promised, for the next service; with --snapshots leases.sqlite there.",
 )
-@click.option("--store", type=click.Path(path_type=Path), default=None, help="Where images are kept: see `prepare`.")
+@store_option
 @backend_option
-@_DIRECTORY
+@directory_option
 @json_option
 def serve_command(
     listen: str,
@@ -163,28 +153,36 @@ def serve_command(
     templates = load_templates(templates_path)
 
     def announce(url: str) -> None:
-        if not as_json:
-            for warning in where.warnings():
-                click.echo(f"warning: {warning}", err=True)
+        show_warnings(where.warnings(), as_json=as_json)
         document = {"url": url, "pid": os.getpid(), "templates": sorted(templates), "warnings": where.warnings()}
         show(document, text=_text(url, token_env, sorted(templates)), as_json=as_json)
 
     if leases is None and snapshots is not None:
         leases = snapshots / "leases.sqlite"
-    serving = _serve(
-        where,
-        leases=leases,
-        settings=settings,
-        backend=provider,
-        templates=templates,
-        watched=watchdog,
-        max_starting=max_starting,
-        least_free_disk=least_free_disk,
-        announce=announce,
+    _run(
+        _serve(
+            where,
+            leases=leases,
+            settings=settings,
+            backend=provider,
+            templates=templates,
+            watched=watchdog,
+            max_starting=max_starting,
+            least_free_disk=least_free_disk,
+            announce=announce,
+        )
     )
+
+
+def _run(serving: Coroutine[Any, Any, None]) -> None:
+    """Serve until it has been stopped.
+
+    Raises:
+        KeyboardInterrupt: on a second signal.
+    """
     try:
         asyncio.run(serving)
-    except asyncio.CancelledError as error:  # a second signal
+    except asyncio.CancelledError as error:
         raise KeyboardInterrupt from error
 
 
@@ -364,10 +362,7 @@ def route_command(nodes: tuple[str, ...], listen: str, as_json: bool) -> None:
         text = f"{url}  (nodes: {', '.join(nodes)})\nStop with Ctrl-C or: kill {os.getpid()}"
         show({"url": url, "pid": os.getpid(), "nodes": list(nodes)}, text=text, as_json=as_json)
 
-    try:
-        asyncio.run(_route(settings, host=host, port=port, announce=announce))
-    except asyncio.CancelledError as error:  # a second signal
-        raise KeyboardInterrupt from error
+    _run(_route(settings, host=host, port=port, announce=announce))
 
 
 async def _route(settings: FleetSettings, *, host: str, port: int, announce: Callable[[str], None]) -> None:
@@ -381,41 +376,3 @@ async def _route(settings: FleetSettings, *, host: str, port: int, announce: Cal
             bounds = ServiceSettings()
             app = RouterApp(fleet, settings=bounds)
             await serve_app(app, host=host, port=port, settings=bounds, stop=stop, on_bound=announce)
-
-
-@click.command("show")
-@click.argument("sandbox_id", metavar="ID")
-@_DIRECTORY
-@json_option
-def show_command(sandbox_id: str, directory: Path | None, as_json: bool) -> None:
-    """Show all that is known of one sandbox of this user, of whatever process."""
-    from rollmill.sandboxes.guest.cgroups import Groups
-
-    record = DiskRecords(directory or default_directory()).read(sandbox_id)
-    if record is None:
-        raise SandboxDead(
-            f"no sandbox {sandbox_id} is here: it has ended, or is another user's. `rollmill sandbox list` shows all",
-            reason="provider_lost",
-            fault="infrastructure",
-        )
-    runs = record.first_process is not None and is_alive(record.first_process)
-    document = {
-        "id": record.sandbox_id,
-        "state": "orphan" if not is_alive(record.owner) else "running" if runs else "starting",
-        "backend": record.backend,
-        "age_s": round(max(0.0, time.time() - record.created_wall_s), 3),
-        "owner_pid": record.owner.pid,
-        "first_process_pid": None if record.first_process is None else record.first_process.pid,
-        "labels": record.labels,
-        "groups": [path for _, path in record.groups],
-        "usage": Groups(record.groups).usage(),
-    }
-    show(document, text=_words(document), as_json=as_json)
-
-
-def _words(document: dict[str, Any]) -> str:
-    lines = [f"{name:<18} {document[name]}" for name in ("id", "state", "backend", "age_s", "owner_pid")]
-    lines.append(f"{'first_process_pid':<18} {document['first_process_pid'] or '-'}")
-    lines += [f"{'label':<18} {name}={value}" for name, value in document["labels"].items()]
-    lines += [f"{'usage':<18} {name}={value}" for name, value in document["usage"].items()]
-    return "\n".join([*lines, *(f"{'group':<18} {path}" for path in document["groups"])])

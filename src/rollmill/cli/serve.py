@@ -10,7 +10,7 @@ import click
 import msgspec
 
 from rollmill.cli.access import access_of, access_options
-from rollmill.cli.output import json_option, show_with_warnings
+from rollmill.cli.output import json_option, show, show_warnings
 
 if TYPE_CHECKING:
     from rollmill.runtime.serving import Served
@@ -105,8 +105,8 @@ def serve_command(
     from rollmill.runtime.serving import ServeOptions, serve_replica
 
     def announce(served: Served) -> None:
-        document = msgspec.to_builtins(served)
-        show_with_warnings(document, warnings=served.warnings, text=_text(served), as_json=as_json)
+        show_warnings(served.warnings, as_json=as_json)
+        show(msgspec.to_builtins(served), text=_text(served), as_json=as_json)
 
     serve_replica(
         ServeOptions(

@@ -13,7 +13,7 @@ import click
 import msgspec
 import psutil
 
-from rollmill.cli.output import FAULT_STATUS, INTERRUPTED_STATUS, USER_ERROR_STATUS, show, show_error
+from rollmill.cli.output import FAULT_STATUS, INTERRUPTED_STATUS, USER_ERROR_STATUS, show, show_error, show_warnings
 from rollmill.cli.view import TrainView
 from rollmill.config.load import LoadedConfig, load_config
 from rollmill.config.plan import Plan, plan, render
@@ -47,9 +47,7 @@ def train(
     if dry_run:
         show(planned, text=render(planned), as_json=as_json)
         return
-    if not as_json:
-        for warning in planned.warnings:
-            click.echo(f"warning: {warning}", err=True)
+    show_warnings(planned.warnings, as_json=as_json)
     with signals_held():
         _run(loaded, resume_directory, as_json=as_json, nursery=nursery)
 
