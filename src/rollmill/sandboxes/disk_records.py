@@ -70,6 +70,18 @@ def mark_of(pid: int) -> ProcessMark | None:
     return ProcessMark(pid=pid, started_ticks=int(words[19]), boot_id=boot_id())
 
 
+def own_mark() -> ProcessMark:
+    """Return the mark of this process.
+
+    Raises:
+        SandboxError: if /proc does not show it.
+    """
+    mark = mark_of(os.getpid())
+    if mark is None:
+        raise SandboxError("/proc does not show this process, by which its sandboxes and images know it: mount /proc")
+    return mark
+
+
 def is_alive(mark: ProcessMark) -> bool:
     """Return whether exactly this process lives."""
     return mark_of(mark.pid) == mark

@@ -23,7 +23,7 @@ from pathlib import Path
 import msgspec
 
 from rollmill.errors import ImageError, SandboxError
-from rollmill.sandboxes.disk_records import ProcessMark, mark_of
+from rollmill.sandboxes.disk_records import ProcessMark, own_mark
 from rollmill.sandboxes.images import erofs
 from rollmill.sandboxes.images.canonical import seal_of
 from rollmill.sandboxes.images.collection import ImageStock, Inventory, Removal, choose
@@ -124,7 +124,7 @@ class ImageStore:
 
     def __init__(self, settings: ImageStoreSettings | None = None, *, in_background: bool = False) -> None:
         self.settings = ImageStoreSettings() if settings is None else settings
-        self._owner = _own_mark()
+        self._owner = own_mark()
         self.layout = Layout(self.settings.place(), owner=self._owner)
         if in_background:
             self.layout.reaper = Reaper(self.layout.part("trash"))
@@ -569,10 +569,3 @@ def has_mounts(settings: ImageStoreSettings) -> bool:
         return any((settings.place() / "mounts").iterdir())
     except FileNotFoundError:
         return False
-
-
-def _own_mark() -> ProcessMark:
-    mark = mark_of(os.getpid())
-    if mark is None:
-        raise SandboxError("/proc does not show this process; an image store needs a mounted /proc")
-    return mark

@@ -11,7 +11,6 @@ import asyncio
 import json
 import logging
 import math
-import os
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -32,7 +31,7 @@ from rollmill.sandboxes.backends.hosted.driver import Found, Gone, ref_of
 from rollmill.sandboxes.backends.hosted.provider import HostedProvider
 from rollmill.sandboxes.backends.hosted.sandbox import HostedSandbox
 from rollmill.sandboxes.backends.http import Refused, VendorHttp, understood
-from rollmill.sandboxes.disk_records import boot_id, is_alive, mark_of
+from rollmill.sandboxes.disk_records import boot_id, is_alive, own_mark
 from rollmill.sandboxes.isolation import Protection
 from rollmill.sandboxes.lifecycle import death
 from rollmill.sandboxes.records import (
@@ -75,10 +74,7 @@ class DockerDriver:
             product=self.product, base_url="http://docker", socket=self._socket, call_s=settings.call_s
         )
         self._info: Mapping[str, Any] | None = None
-        owner = mark_of(os.getpid())
-        if owner is None:
-            raise SandboxError("/proc does not show this process; containers need it to know their owner")
-        self._owner = owner
+        self._owner = own_mark()
 
     @property
     def capabilities(self) -> Capabilities:

@@ -13,20 +13,12 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from types import TracebackType
 from typing import Any
 
 import msgspec
 
-from rollmill.errors import (
-    DeadlineExceeded,
-    SandboxError,
-    SandboxIdInUse,
-    SandboxRetryable,
-    SandboxUnsupported,
-)
+from rollmill.errors import SandboxError, SandboxUnsupported
 from rollmill.sandboxes.backends.microvm.channel import fresh_word
 from rollmill.sandboxes.backends.microvm.hypervisor import Hypervisor, Kept
 from rollmill.sandboxes.backends.microvm.inside import GROUP, ID_BASE, IMAGES, SANDBOX
@@ -36,13 +28,11 @@ from rollmill.sandboxes.backends.microvm.scratch import tidy
 from rollmill.sandboxes.backends.microvm.settings import MicroVmSettings
 from rollmill.sandboxes.backends.microvm.snapshot_calls import Snapshot, SnapshotCalls
 from rollmill.sandboxes.backends.microvm.templates import Templates
-from rollmill.sandboxes.backends.namespaces.channel import SetupFailed
-from rollmill.sandboxes.backends.namespaces.checks import explain_failure
-from rollmill.sandboxes.backends.namespaces.own import OwnSandboxes
-from rollmill.sandboxes.disk_records import DiskRecord, DiskRecords, ProcessMark, check_id, mark_of
+from rollmill.sandboxes.backends.namespaces.orders import creation
+from rollmill.sandboxes.backends.namespaces.own import OwnSandboxes, ended_id
+from rollmill.sandboxes.disk_records import DiskRecord, ProcessMark, check_id
 from rollmill.sandboxes.images.uses import ImageUses
-from rollmill.sandboxes.isolation import known, require
-from rollmill.sandboxes.lifecycle import dead_error, death, explain_end
+from rollmill.sandboxes.lifecycle import explain_end
 from rollmill.sandboxes.reaper import ReaperStatistics, total
 from rollmill.sandboxes.records import (
     Capabilities,
@@ -50,13 +40,9 @@ from rollmill.sandboxes.records import (
     Image,
     Lease,
     SandboxSpec,
-    SandboxStatus,
 )
-from rollmill.sandboxes.sweep import sweep
 from rollmill.sandboxes.tally import Observer
 
-_REMEMBERED_ENDS = 1000
-_RETRY_AFTER_S = 1.0
 _LEAST_BYTES, _LEAST_INODES = 1024**2, 256
 
 
@@ -78,38 +64,23 @@ class MicroVmProvider(OwnSandboxes[MicroVmSandbox], SnapshotCalls):
         observer: Observer | None = None,
         make_kit: Callable[[], Kit] | None = None,
     ) -> None:
-        super().__init__(settings, hypervisor=hypervisor)
-        self._observer = observer
-        self.records = DiskRecords(settings.records_directory())
+        OwnSandboxes.__init__(self, settings, observer=observer)
+        SnapshotCalls.__init__(self, settings, hypervisor=hypervisor)
         self._images = ImageUses(settings.images, what=f"machines of process {os.getpid()}")
         self._templates = Templates(
             settings, hypervisor=hypervisor, images=self._images, make_kit=make_kit,
             on_started=self._note_template, on_ended=self.records.remove,
         )  # fmt: skip
-        self._ends: OrderedDict[str, SandboxStatus] = OrderedDict()
-        self._closed = False
-        mark = mark_of(os.getpid())
-        if mark is None:
-            raise SandboxError("/proc does not show this process; sandboxes need a mounted /proc")
-        self._owner = mark
 
     async def __aenter__(self) -> MicroVmProvider:
         """Sweep what killed owners left."""
         if problems := [*self._hypervisor.missing()]:
             raise SandboxError(f"machines of {self._hypervisor.backend} cannot run here: " + "; ".join(problems))
-        report = await asyncio.to_thread(sweep, self.records)
+        await self._sweep()
         for place in {None, self._settings.scratch}:
             await asyncio.to_thread(tidy, place)
-        if self._observer is not None:
-            self._observer.swept(removed=len(report.removed), left=len(report.left))
         await self._images.unmount_left()
         return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Close."""
-        await self.close()
 
     # -- the protocol ------------------------------------------------------------------------------------------------
 
@@ -181,52 +152,12 @@ class MicroVmProvider(OwnSandboxes[MicroVmSandbox], SnapshotCalls):
         self._check_open()
         origin = "" if snapshot is None else snapshot.ref.snapshot_id
         if (known_one := self._alive.get(id)) is not None:
-            return await self._same(known_one, spec, origin)
+            return await self._same(known_one, spec, origin=origin)
         if id in self._ends or kept is None:
-            raise SandboxIdInUse(f"sandbox {id} has ended; an id names one sandbox for good, so choose another")
+            raise ended_id(id)
         sandbox = self._register(spec, sandbox_id=id, labels=labels, lease=lease, snapshot=snapshot)
-        try:
-            async with asyncio.timeout(self._settings.start_s):
-                await self._start(sandbox, kept, snapshot)
-                return sandbox
-        except TimeoutError:
-            await self._put_down(sandbox)
-            raise SandboxRetryable(
-                f"sandbox {id} did not answer within {self._settings.start_s:g} s and was removed. The machine is "
-                "overloaded: start fewer at a time.",
-                after_s=_RETRY_AFTER_S,
-            ) from None
-        except SetupFailed as error:
-            await self._put_down(sandbox)
-            raise explain_failure(error, sandbox_id=id) from error
-        except asyncio.CancelledError:
-            sandbox.order_end(DeathReason.START_FAILED)
-            raise
-        except Exception as error:
-            ordered = sandbox.ordered
-            await self._put_down(sandbox)
-            if ordered is not None and sandbox.death is not None:
-                raise dead_error(id, sandbox.death) from error  # it was ended while it started, and that is why
-            raise
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise SandboxError("this provider is closed; open another one")
-
-    async def _same(self, sandbox: MicroVmSandbox, spec: SandboxSpec, origin: str) -> MicroVmSandbox:
-        if sandbox.spec != spec or sandbox.origin != origin:
-            raise SandboxIdInUse(
-                f"sandbox {sandbox.id} lives and has another spec, or comes from another snapshot; choose another id, "
-                "or end it first"
-            )
-        try:
-            async with asyncio.timeout(self._settings.start_s):
-                await asyncio.shield(sandbox.channel.ready)
-        except TimeoutError:
-            what = f"sandbox {sandbox.id} is being started by another call, for more than {self._settings.start_s:g} s"
-            raise SandboxRetryable(what, after_s=_RETRY_AFTER_S) from None
-        except SetupFailed as error:
-            raise explain_failure(error, sandbox_id=sandbox.id) from error
+        async with self._bounded_start(sandbox):
+            await self._start(sandbox, kept, snapshot)
         return sandbox
 
     def _register(
@@ -239,10 +170,8 @@ class MicroVmProvider(OwnSandboxes[MicroVmSandbox], SnapshotCalls):
         snapshot: Snapshot | None,
     ) -> MicroVmSandbox:
         """Write the record, then take the sandbox into the books."""
-        if self.records.path(sandbox_id).exists():
-            raise SandboxIdInUse(f"a record of sandbox {sandbox_id} exists: another process's, or one to be swept")
         record = self._record(sandbox_id, labels)
-        self._write(record)
+        self._write_first(record)
         sandbox = MicroVmSandbox(
             sandbox_id,
             spec=spec,
@@ -283,20 +212,7 @@ class MicroVmProvider(OwnSandboxes[MicroVmSandbox], SnapshotCalls):
             protections = snapshot.protections
             if not sandbox.channel.ready.done():
                 sandbox.channel.ready.set_result(protections)
-        sandbox.became_ready(tuple(dict.fromkeys((*protections, self._hypervisor.protection))))
-        require(self._settings.minimum_isolation, known(sandbox.protections))
-        if self._observer is not None:
-            create_s, ready_s = sandbox.start_phases()
-            self._observer.started(create_s=create_s, ready_s=ready_s)
-
-    async def _put_down(self, sandbox: MicroVmSandbox) -> None:
-        """Remove what is left of a start that failed."""
-        if sandbox.death is not None:
-            return
-        try:
-            await asyncio.shield(asyncio.ensure_future(sandbox.kill(DeathReason.START_FAILED)))
-        except DeadlineExceeded:
-            return  # ordered; its record stays until its process is seen to end
+        self._answers(sandbox, tuple(dict.fromkeys((*protections, self._hypervisor.protection))))
 
     # -- records -----------------------------------------------------------------------------------------------------
 
@@ -309,15 +225,6 @@ class MicroVmProvider(OwnSandboxes[MicroVmSandbox], SnapshotCalls):
             labels=dict(labels),
             created_wall_s=time.time(),
         )
-
-    def _write(self, record: DiskRecord) -> None:
-        try:
-            self.records.write(record)
-        except OSError as error:
-            raise SandboxError(
-                f"the record of sandbox {record.sandbox_id} cannot be written ({error}), and nothing is started that "
-                f"could not be cleaned up. Make room in {self.records.directory}, or name another directory."
-            ) from error
 
     def _note_template(self, name: str, mark: ProcessMark | None) -> None:
         self._write(self._record(name, {"template": self._hypervisor.backend}, mark))
@@ -356,27 +263,9 @@ class MicroVmProvider(OwnSandboxes[MicroVmSandbox], SnapshotCalls):
         )
         self._forget(sandbox, reason=end.reason, detail=end.detail)
 
-    def _forget(self, sandbox: MicroVmSandbox, *, reason: DeathReason, detail: str) -> None:
-        """Close the books of a sandbox of which nothing is left."""
-        if sandbox.death is not None:
-            return
-        self._alive.pop(sandbox.id, None)
-        try:
-            self.records.remove(sandbox.id)  # if this fails the loop reports it, and a later sweep tries again
-        finally:
-            end = death(reason, detail=detail)
-            sandbox.ended(end)
-            if self._observer is not None:
-                self._observer.ended(end)
-            self._ends[sandbox.id] = sandbox.status()
-            while len(self._ends) > _REMEMBERED_ENDS:
-                self._ends.popitem(last=False)
-
 
 def order(spec: SandboxSpec, *, layers: int) -> dict[str, Any]:
     """Return what the zygote inside a machine is ordered to make."""
-    limits = spec.limits
-    processes = limits.pids + 1  # its agent is one
     plan = {
         "name": SANDBOX,
         "lowers": [f"{IMAGES}/{number}" for number in range(layers)],
@@ -384,25 +273,7 @@ def order(spec: SandboxSpec, *, layers: int) -> dict[str, Any]:
         "lent": [],
         "expose": [],
         "all_users": True,
-        "size_bytes": max(_LEAST_BYTES, limits.disk_bytes),
-        "inodes": max(_LEAST_INODES, limits.inodes),
-        "seccomp": True,
-        "landlock": True,
-        "limits": {
-            "pids": processes,
-            "open_files": limits.open_files,
-            "disk_bytes": limits.disk_bytes,
-            "cpu_s": limits.cpu_s,
-            "memory_bytes": limits.memory_bytes,
-        },
+        "size_bytes": max(_LEAST_BYTES, spec.limits.disk_bytes),
+        "inodes": max(_LEAST_INODES, spec.limits.inodes),
     }
-    caps = {"memory_bytes": limits.memory_bytes, "pids": processes, "cpus": limits.cpus}
-    return {
-        "op": "create",
-        "id": SANDBOX,
-        "id_base": ID_BASE,
-        "groups": [(2, GROUP)],
-        "caps": caps,
-        "record": "/run/record",
-        "plan": plan,
-    }
+    return creation(spec.limits, id=SANDBOX, id_base=ID_BASE, groups=[(2, GROUP)], record="/run/record", plan=plan)

@@ -16,22 +16,16 @@ import itertools
 import os
 import socket
 import time
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from types import TracebackType
 from typing import Any, Self
 
 import msgspec
 
-from rollmill.errors import (
-    DeadlineExceeded,
-    SandboxError,
-    SandboxIdInUse,
-    SandboxRetryable,
-)
+from rollmill.errors import SandboxRetryable
 from rollmill.sandboxes.backends.namespaces.channel import SetupFailed
-from rollmill.sandboxes.backends.namespaces.checks import check_image, check_spec, explain_failure
-from rollmill.sandboxes.backends.namespaces.own import OwnSandboxes
+from rollmill.sandboxes.backends.namespaces.checks import check_image, check_spec
+from rollmill.sandboxes.backends.namespaces.orders import creation
+from rollmill.sandboxes.backends.namespaces.own import OwnSandboxes, ended_id
 from rollmill.sandboxes.backends.namespaces.sandbox import NamespaceSandbox
 from rollmill.sandboxes.backends.namespaces.settings import NamespaceSettings
 from rollmill.sandboxes.backends.namespaces.snapshot_book import Kept
@@ -42,7 +36,6 @@ from rollmill.sandboxes.disk_records import DiskRecord, DiskRecords, ProcessMark
 from rollmill.sandboxes.guest import cgroups
 from rollmill.sandboxes.guest.cgroups import Groups
 from rollmill.sandboxes.images.uses import ImageUses
-from rollmill.sandboxes.isolation import known, require
 from rollmill.sandboxes.lifecycle import death, explain_end
 from rollmill.sandboxes.reaper import ReaperStatistics, total
 from rollmill.sandboxes.records import (
@@ -54,13 +47,10 @@ from rollmill.sandboxes.records import (
     Lease,
     NamedImage,
     SandboxSpec,
-    SandboxStatus,
 )
-from rollmill.sandboxes.sweep import sweep
 from rollmill.sandboxes.tally import Observer
 
 _PREPARING = "prepare/"  # never a sandbox's id
-_REMEMBERED_ENDS = 1000
 _RETRY_AFTER_S = 1.0
 _CLEAN_LOOK_S = 0.02
 _LOOK_S = 1.0
@@ -80,28 +70,21 @@ class NamespaceProvider(OwnSandboxes[NamespaceSandbox], SnapshotCalls):
 
     def __init__(self, settings: NamespaceSettings | None = None, *, observer: Observer | None = None) -> None:
         self._settings = NamespaceSettings() if settings is None else settings
-        self._observer = observer
-        self.records = DiskRecords(self._settings.records_directory())
+        OwnSandboxes.__init__(self, self._settings, observer=observer)
         images = ImageUses(self._settings.images, what=f"sandboxes of process {os.getpid()}")
         snapshots = Snapshots(self._settings, order=self._order_layers, on_lost=self._let_image_go)
-        super().__init__(snapshots, images=images)
+        SnapshotCalls.__init__(self, snapshots, images=images)
         self._hierarchies = cgroups.discover()
-        self._alive: dict[str, NamespaceSandbox] = {}
-        self._ends: OrderedDict[str, SandboxStatus] = OrderedDict()
         self._zygote: ZygoteLink | None = None
         self._starting: asyncio.Future[ZygoteLink] | None = None
         self._cleaning: set[asyncio.Future[None]] = set()
-        self._closed = False
         # Providers of other processes begin elsewhere.
         self._numbers = itertools.count(os.getpid())
         self._claims = itertools.count(1)
-        self._owner = _own_mark()
 
     async def __aenter__(self) -> Self:
         """Sweep what killed owners left, and start the zygote."""
-        report = await asyncio.get_running_loop().run_in_executor(None, sweep, self.records)
-        if self._observer is not None:
-            self._observer.swept(removed=len(report.removed), left=len(report.left))
+        await self._sweep()
         await self._images.unmount_left()
         await self._running_zygote()
         try:
@@ -110,12 +93,6 @@ class NamespaceProvider(OwnSandboxes[NamespaceSandbox], SnapshotCalls):
             await self.close()
             raise
         return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Close."""
-        await self.close()
 
     # -- the protocol ------------------------------------------------------------------------------------------------
 
@@ -156,9 +133,9 @@ class NamespaceProvider(OwnSandboxes[NamespaceSandbox], SnapshotCalls):
     ) -> NamespaceSandbox:
         check_id(id)
         if (known_one := self._alive.get(id)) is not None:
-            return await self._same(known_one, spec, kept)
+            return await self._same(known_one, spec, origin=_origin(kept))
         if id in self._ends:
-            raise SandboxIdInUse(f"sandbox {id} has ended; an id names one sandbox for good, so choose another")
+            raise ended_id(id)
         check_spec(spec)
         zygote = await self._running_zygote()
         # Its own: another call may have the id by the time that this one has its image.
@@ -168,7 +145,7 @@ class NamespaceProvider(OwnSandboxes[NamespaceSandbox], SnapshotCalls):
                 image = spec.image.name if kept is None or not kept.image_digest else kept.image_digest
                 await self._images.acquire(image, user=claim)
             if id in self._alive:
-                return await self._same(self._alive[id], spec, kept)
+                return await self._same(self._alive[id], spec, origin=_origin(kept))
             self._images.share(claim, to=id)
             try:
                 sandbox = self._register(spec, sandbox_id=id, labels=labels, lease=lease, helper=zygote.mark, kept=kept)
@@ -177,25 +154,9 @@ class NamespaceProvider(OwnSandboxes[NamespaceSandbox], SnapshotCalls):
                 raise
         finally:
             self._images.release(claim)
-        try:
-            async with asyncio.timeout(self._settings.start_s):
-                return await self._start(sandbox, zygote)
-        except TimeoutError:
-            await self._put_down(sandbox)
-            raise SandboxRetryable(
-                f"sandbox {id} did not answer within {self._settings.start_s:g} s and was removed. The machine is "
-                "overloaded: start fewer at a time.",
-                after_s=_RETRY_AFTER_S,
-            ) from None
-        except SetupFailed as error:
-            await self._put_down(sandbox)
-            raise explain_failure(error, sandbox_id=sandbox.id) from error
-        except asyncio.CancelledError:
-            sandbox.order_end(DeathReason.START_FAILED)  # whoever cancels has no time; the order needs nobody who waits
-            raise
-        except Exception:
-            await self._put_down(sandbox)
-            raise
+        async with self._bounded_start(sandbox):
+            await self._start(sandbox, zygote)
+        return sandbox
 
     def alive(self) -> tuple[NamespaceSandbox, ...]:
         """Return those that live, or are being started or ended."""
@@ -223,25 +184,8 @@ class NamespaceProvider(OwnSandboxes[NamespaceSandbox], SnapshotCalls):
 
     # -- creation ----------------------------------------------------------------------------------------------------
 
-    async def _same(self, sandbox: NamespaceSandbox, spec: SandboxSpec, kept: Kept | None) -> NamespaceSandbox:
-        if sandbox.spec != spec or sandbox.origin != _origin(kept):
-            raise SandboxIdInUse(
-                f"sandbox {sandbox.id} lives and has another spec, or comes from another snapshot; choose another id, "
-                "or end it first"
-            )
-        try:
-            async with asyncio.timeout(self._settings.start_s):
-                await asyncio.shield(sandbox.channel.ready)
-        except TimeoutError:
-            what = f"sandbox {sandbox.id} is being started by another call, for more than {self._settings.start_s:g} s"
-            raise SandboxRetryable(what, after_s=_RETRY_AFTER_S) from None
-        except SetupFailed as error:
-            raise explain_failure(error, sandbox_id=sandbox.id) from error
-        return sandbox
-
     async def _running_zygote(self) -> ZygoteLink:
-        if self._closed:
-            raise SandboxError("this provider is closed; open another one")
+        self._check_open()
         if self._zygote is not None and self._zygote.alive:
             return self._zygote
         if self._starting is None:
@@ -274,8 +218,6 @@ class NamespaceProvider(OwnSandboxes[NamespaceSandbox], SnapshotCalls):
         if kept is not None:
             self._snapshots.book.find(kept.ref.snapshot_id)  # it may have been deleted while an image was looked for
         groups = Groups.planned(self._hierarchies, name=f"{self._owner.pid}-{sandbox_id}")
-        if self.records.path(sandbox_id).exists():
-            raise SandboxIdInUse(f"a record of sandbox {sandbox_id} exists: another process's, or one to be swept")
         record = DiskRecord(
             sandbox_id=sandbox_id,
             backend=self.backend,
@@ -285,13 +227,7 @@ class NamespaceProvider(OwnSandboxes[NamespaceSandbox], SnapshotCalls):
             labels=dict(labels),
             created_wall_s=time.time(),
         )
-        try:
-            self.records.write(record)
-        except OSError as error:
-            raise SandboxError(
-                f"the record of sandbox {sandbox_id} cannot be written ({error}), and nothing is started that could "
-                f"not be cleaned up. Make room in {self.records.directory}, or name another directory."
-            ) from error
+        self._write_first(record)
         sandbox = self._sandbox_type(
             sandbox_id,
             spec=spec,
@@ -328,18 +264,13 @@ class NamespaceProvider(OwnSandboxes[NamespaceSandbox], SnapshotCalls):
             self._forget(sandbox, reason=DeathReason.PROVIDER_LOST, detail="the zygote ended before the order")
             raise SandboxRetryable(f"sandbox {sandbox.id}: the zygote ended just now; another one starts", after_s=0.0)
         await loop.create_unix_connection(lambda: sandbox.channel, sock=ours)
-        sandbox.became_ready(await asyncio.shield(sandbox.channel.ready))
-        require(self._settings.minimum_isolation, known(sandbox.protections))
-        if self._observer is not None:
-            create_s, ready_s = sandbox.start_phases()
-            self._observer.started(create_s=create_s, ready_s=ready_s)
+        self._answers(sandbox, await asyncio.shield(sandbox.channel.ready))
         return sandbox
 
     def _order(self, sandbox: NamespaceSandbox) -> dict[str, Any]:
         limits = sandbox.spec.limits
         layers, lent = self._snapshots.below(sandbox.chain)
         size_bytes, inodes = self._snapshots.room(sandbox.chain, disk_bytes=limits.disk_bytes, inodes=limits.inodes)
-        processes = limits.pids + 1  # its agent is one
         plan = {
             "name": "sandbox",
             "lowers": self._lowers(sandbox),
@@ -349,26 +280,15 @@ class NamespaceProvider(OwnSandboxes[NamespaceSandbox], SnapshotCalls):
             "all_users": sandbox.id_base is not None,
             "size_bytes": size_bytes,
             "inodes": inodes,
-            "seccomp": True,
-            "landlock": True,
-            "limits": {
-                "pids": processes,
-                "open_files": limits.open_files,
-                "disk_bytes": limits.disk_bytes,
-                "cpu_s": limits.cpu_s,
-                "memory_bytes": limits.memory_bytes,
-            },
         }
-        caps = {"memory_bytes": limits.memory_bytes, "pids": processes, "cpus": limits.cpus}
-        return {
-            "op": "create",
-            "id": sandbox.id,
-            "id_base": sandbox.id_base,
-            "groups": sandbox.groups.directories,
-            "caps": caps,
-            "record": os.fspath(self.records.path(sandbox.id)),
-            "plan": plan,
-        }
+        return creation(
+            limits,
+            id=sandbox.id,
+            id_base=sandbox.id_base,
+            groups=sandbox.groups.directories,
+            record=os.fspath(self.records.path(sandbox.id)),
+            plan=plan,
+        )
 
     def _lowers(self, sandbox: NamespaceSandbox) -> list[str]:
         """Return the directories of its image, the uppermost first; none for the host's own."""
@@ -376,13 +296,6 @@ class NamespaceProvider(OwnSandboxes[NamespaceSandbox], SnapshotCalls):
             return list(sandbox.spec.image.layers)
         found = self._images.in_use(sandbox.id)
         return [] if found is None else list(found.layers)
-
-    async def _put_down(self, sandbox: NamespaceSandbox) -> None:
-        """Remove what is left of a start that failed."""
-        try:
-            await asyncio.shield(asyncio.ensure_future(sandbox.kill(DeathReason.START_FAILED)))
-        except DeadlineExceeded:
-            return  # ordered; its record stays until the zygote has seen its end
 
     # -- what the zygote says ----------------------------------------------------------------------------------------
 
@@ -465,22 +378,9 @@ class NamespaceProvider(OwnSandboxes[NamespaceSandbox], SnapshotCalls):
             return
         asyncio.get_running_loop().call_later(_LOOK_S, self._look_for_word, sandbox)
 
-    def _forget(self, sandbox: NamespaceSandbox, *, reason: DeathReason, detail: str) -> None:
-        """Close the books of a sandbox of which nothing is left."""
-        if sandbox.death is not None:
-            return
-        self._alive.pop(sandbox.id, None)
-        self._close(sandbox, death(reason, detail=detail))
-        self.records.remove(sandbox.id)  # if this fails the loop reports it, and a later sweep tries again
-
     def _close(self, sandbox: NamespaceSandbox, end: Death) -> None:
         """Say that a sandbox has ended, and let go of what it stood on."""
-        sandbox.ended(end)
-        if self._observer is not None:
-            self._observer.ended(end)
-        self._ends[sandbox.id] = sandbox.status()
-        while len(self._ends) > _REMEMBERED_ENDS:
-            self._ends.popitem(last=False)
+        super()._close(sandbox, end)
         self._images.release(sandbox.id)
         self._snapshots.release(sandbox.id)
 
@@ -513,13 +413,6 @@ def _memory_carries_words() -> bool:
 
 def _origin(kept: Kept | None) -> str:
     return "" if kept is None else kept.ref.snapshot_id
-
-
-def _own_mark() -> ProcessMark:
-    mark = mark_of(os.getpid())
-    if mark is None:
-        raise SandboxError("/proc does not show this process; sandboxes need a mounted /proc")
-    return mark
 
 
 def _socketpair() -> tuple[socket.socket, socket.socket]:

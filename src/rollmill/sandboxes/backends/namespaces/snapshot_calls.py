@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import time
 from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any
@@ -24,9 +23,9 @@ from rollmill.errors import (
     RollmillError,
     SandboxError,
     SandboxExhausted,
-    SandboxIdInUse,
     SandboxRetryable,
 )
+from rollmill.sandboxes.backends.namespaces.carried import CarriedSnapshots
 from rollmill.sandboxes.backends.namespaces.channel import SetupFailed
 from rollmill.sandboxes.backends.namespaces.checks import explain_failure
 from rollmill.sandboxes.backends.namespaces.sandbox import NamespaceSandbox
@@ -34,7 +33,6 @@ from rollmill.sandboxes.backends.namespaces.settings import MOST_LAYERS, Namespa
 from rollmill.sandboxes.backends.namespaces.snapshot_book import Kept, Layer
 from rollmill.sandboxes.backends.namespaces.snapshots import Snapshots
 from rollmill.sandboxes.backends.namespaces.zygote_link import ZygoteLink
-from rollmill.sandboxes.disk_records import check_id
 from rollmill.sandboxes.images.uses import ImageUses
 from rollmill.sandboxes.lifecycle import dead_error, death
 from rollmill.sandboxes.records import DeathReason, Lease, SandboxSpec, SnapshotRef
@@ -44,7 +42,7 @@ BACKEND = "namespaces"
 _RETRY_AFTER_S = 1.0
 
 
-class SnapshotCalls:
+class SnapshotCalls(CarriedSnapshots[NamespaceSandbox]):
     """The calls of a provider.
 
     Args:
@@ -56,10 +54,9 @@ class SnapshotCalls:
     _settings: NamespaceSettings
 
     def __init__(self, snapshots: Snapshots, *, images: ImageUses) -> None:
+        super().__init__()
         self._snapshots = snapshots
         self._images = images
-        self._taking: dict[str, asyncio.Future[SnapshotRef]] = {}
-        self._forking: set[str] = set()
         self._waking: set[asyncio.Future[None]] = set()
 
     # -- what a provider has -------------------------------------------------------------------------------------------
@@ -116,24 +113,10 @@ class SnapshotCalls:
 
     # -- for a sandbox -------------------------------------------------------------------------------------------------
 
-    async def snapshot_of(self, sandbox: NamespaceSandbox, *, id: str, stop_processes: bool, end: bool) -> SnapshotRef:
-        """Take a snapshot; carried through when the caller is cancelled, since half of one leaves no sandbox."""
-        return await self._snapshot(sandbox, id=id, force=stop_processes, end=end)
-
-    async def _snapshot(
-        self, sandbox: NamespaceSandbox, *, id: str, force: bool, end: bool = False, to_keep: bool = True
-    ) -> SnapshotRef:
-        check_id(id)
-        await sandbox.awake()
+    def _begin(self, sandbox: NamespaceSandbox, *, id: str) -> None:
         self._snapshots.book.check_new(id)
         self._check_chain(sandbox)
-        if id in self._taking:
-            raise SandboxIdInUse(f"a snapshot {id!r} is being taken; an id names one snapshot, so choose another")
-        sandbox.begin_snapshot(forks=not to_keep)
-        work = asyncio.ensure_future(self._take(sandbox, id=id, force=force, end=end, to_keep=to_keep))
-        self._taking[id] = work
-        work.add_done_callback(lambda done: self._taken(id, done))
-        return await asyncio.shield(work)
+        sandbox.begin_snapshot(forks=id in self._forking)
 
     def _check_chain(self, sandbox: NamespaceSandbox) -> None:
         """Refuse to keep files that would not be whole, or could not be mounted."""
@@ -185,53 +168,6 @@ class SnapshotCalls:
         self._waking.add(task)
         task.add_done_callback(self._woken)
         await asyncio.shield(task)
-
-    def _taken(self, snapshot_id: str, work: asyncio.Future[SnapshotRef]) -> None:
-        self._taking.pop(snapshot_id, None)
-        if not work.cancelled():
-            work.exception()  # told to the caller, unless it was cancelled
-
-    async def fork_of(
-        self,
-        sandbox: NamespaceSandbox,
-        ids: Sequence[str],
-        *,
-        lease: Lease,
-        labels: Mapping[str, str] | None,
-        stop_processes: bool,
-        snapshot_id: str = "",
-    ) -> tuple[NamespaceSandbox, ...]:
-        """Take a snapshot, restore it for each id, and let go of it: the sandboxes hold its layers."""
-        if len(set(ids)) != len(ids):
-            raise SandboxIdInUse(f"the ids of a fork are not all different: {list(ids)}")
-        snapshot_id = snapshot_id or f"fork-{os.urandom(8).hex()}"
-        self._forking.add(snapshot_id)  # nobody else's, and so in no list
-        try:
-            ref = await self._snapshot(sandbox, id=snapshot_id, force=stop_processes, to_keep=False)
-            made = [asyncio.ensure_future(self.restore(ref, id=one, labels=labels, lease=lease)) for one in ids]
-            try:
-                return tuple(await asyncio.gather(*made))
-            except BaseException:
-                await self._undo(made)
-                raise
-        finally:
-            await asyncio.shield(asyncio.ensure_future(self._end_fork(snapshot_id)))
-
-    async def _end_fork(self, snapshot_id: str) -> None:
-        try:
-            if (work := self._taking.get(snapshot_id)) is not None:
-                await asyncio.wait([work])  # whoever forks was cancelled before it was taken
-            await self.delete_snapshots([snapshot_id])
-        finally:
-            self._forking.discard(snapshot_id)
-
-    async def _undo(self, made: Sequence[asyncio.Future[NamespaceSandbox]]) -> None:
-        """End what a fork has made that did not become whole."""
-        for one in made:
-            one.cancel()
-        for found in await asyncio.gather(*made, return_exceptions=True):
-            if isinstance(found, NamespaceSandbox):
-                found.order_end(DeathReason.START_FAILED)
 
     # -- the steps -----------------------------------------------------------------------------------------------------
 
