@@ -15,17 +15,20 @@ from hypothesis import strategies as st
 
 from rollmill.errors import ConfigError, ImageError, SandboxError, SandboxExhausted, SandboxFileError, SandboxRetryable
 from rollmill.sandboxes import HostImage, IsolationLevel, Lease, Limits, NamedImage, SandboxSpec, SandboxState
+from rollmill.sandboxes.backends.daytona.driver import DaytonaSettings
 from rollmill.sandboxes.backends.docker.hijack import Frames
 from rollmill.sandboxes.backends.e2b import envd
 from rollmill.sandboxes.backends.e2b.connect import ConnectError, Envelopes, envelope
 from rollmill.sandboxes.backends.hosted import CLAIMS, jobs, marks, shell
-from rollmill.sandboxes.backends.hosted.driver import Ran, ref_of
+from rollmill.sandboxes.backends.hosted.driver import Gone, Ran, gone_if_unknown, ref_of
+from rollmill.sandboxes.backends.hosted.streams import begun
 from rollmill.sandboxes.backends.http import CutOff, Refused, Secret, as_retryable, retry_after_s, words_of
 from rollmill.sandboxes.backends.kubernetes import claims, websocket
 from rollmill.sandboxes.backends.kubernetes.driver import key_of, manifest
 from rollmill.sandboxes.backends.kubernetes.settings import KubernetesSettings
 from rollmill.sandboxes.backends.prime import wire
-from rollmill.sandboxes.backends.swerex import Endpoint, FixedEndpoints
+from rollmill.sandboxes.backends.prime.driver import PrimeSettings
+from rollmill.sandboxes.backends.swerex import Endpoint, FixedEndpoints, SweRexSettings
 from rollmill.sandboxes.backends.swerex.driver import explain
 from rollmill.sandboxes.isolation import level_of
 
@@ -352,3 +355,52 @@ def test_a_cluster_that_nobody_names_is_refused_with_a_way_out(monkeypatch):
         KubernetesSettings().address()
     monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "fd00::1")
     assert KubernetesSettings().address() == "https://[fd00::1]:443"
+
+
+def refused(status: int) -> Refused:
+    return Refused("no", status=status, words="no such thing")
+
+
+def test_a_service_that_does_not_know_a_sandbox_has_lost_it_and_any_other_refusal_is_one():
+    with pytest.raises(Gone, match="not know sandbox i-1 any more: no such"), gone_if_unknown("i-1", product="E2B"):
+        raise refused(404)
+    with pytest.raises(Refused, match="no"), gone_if_unknown("i-1", product="E2B"):
+        raise refused(409)
+
+
+def test_a_program_announces_its_process_id_before_all_that_it_writes():
+    assert shell.announced(b"42\n") == (42, b"")
+    assert shell.announced(b"42\n7\n") == (42, b"7\n")
+    with pytest.raises(SandboxError, match="began with b'sh: not found'"):
+        shell.announced(b"sh: not found\n")
+
+
+@pytest.mark.parametrize("kind", [DaytonaSettings, PrimeSettings, SweRexSettings])
+@pytest.mark.parametrize(("name", "value"), [("scratch", "tmp"), ("wait_s", 11.0), ("idle_s", 0.0), ("call_s", 0.0)])
+def test_settings_of_jobs_that_cannot_work_are_refused_with_every_service(kind, name, value):
+    with pytest.raises(ConfigError, match=name):
+        kind(**{name: value})
+
+
+class Beginning:
+    """A program that begins, or does not."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.error, self.closed = error, False
+
+    async def began(self) -> None:
+        if self.error is not None:
+            raise self.error
+
+    async def close(self) -> None:
+        self.closed = True
+
+
+async def test_of_a_program_that_does_not_begin_no_connection_is_left():
+    well = Beginning()
+    assert await begun(well) is well
+    assert not well.closed
+    badly = Beginning(SandboxError("no shell"))
+    with pytest.raises(SandboxError, match="no shell"):
+        await begun(badly)
+    assert badly.closed

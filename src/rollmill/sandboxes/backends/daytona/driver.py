@@ -22,13 +22,13 @@ from rollmill.errors import (
     SandboxRetryable,
     SandboxUnsupported,
 )
-from rollmill.sandboxes.backends.hosted.driver import Found, Gone, Ran, ref_of
+from rollmill.sandboxes.backends.hosted.driver import Found, Gone, Ran, gone_if_unknown, ref_of
 from rollmill.sandboxes.backends.hosted.jobs import JobGuest, apart, parted
 from rollmill.sandboxes.backends.hosted.provider import HostedProvider
-from rollmill.sandboxes.backends.hosted.settings import CLAIMS, HostedSettings
+from rollmill.sandboxes.backends.hosted.settings import ClaimedIsolation, JobSettings
 from rollmill.sandboxes.backends.hosted.shell import argv_of
 from rollmill.sandboxes.backends.http import CutOff, Refused, VendorHttp, token_of, understood
-from rollmill.sandboxes.isolation import IsolationLevel, Protection
+from rollmill.sandboxes.isolation import IsolationLevel
 from rollmill.sandboxes.lifecycle import death
 from rollmill.sandboxes.records import (
     Capabilities,
@@ -58,7 +58,7 @@ _PAUSED = frozenset({"pausing", "paused"})
 _ENDED = frozenset({"destroyed", "destroying", "error", "build_failed", "archived", "archiving"})
 
 
-class DaytonaSettings(HostedSettings, frozen=True, kw_only=True):
+class DaytonaSettings(JobSettings, frozen=True, kw_only=True):
     """How to reach Daytona.
 
     Attributes:
@@ -66,18 +66,12 @@ class DaytonaSettings(HostedSettings, frozen=True, kw_only=True):
         snapshot: what stands for `HostImage`; empty: the service's default. Memory, disk and processors are its.
         target: region; empty: the account's.
         isolation: what keeps a sandbox from its host there; the service does not show it.
-        scratch: directory inside for programs' output.
-        wait_s: how long one call may wait inside for news.
-        idle_s: longest pause between two looks at a silent program.
     """
 
     api_url: str = "https://app.daytona.io/api"
     snapshot: str = ""
     target: str = ""
     isolation: IsolationLevel = IsolationLevel.HARDENED
-    scratch: str = "/var/tmp/.rollmill"
-    wait_s: float = 2.0
-    idle_s: float = 1.0
 
 
 class ToolboxShell:
@@ -149,7 +143,7 @@ def _explain(error: Refused) -> SandboxError:
     return error
 
 
-class DaytonaDriver:
+class DaytonaDriver(ClaimedIsolation):
     """The adapter.
 
     Args:
@@ -167,6 +161,7 @@ class DaytonaDriver:
     )
 
     def __init__(self, settings: DaytonaSettings) -> None:
+        super().__init__(settings.isolation)
         self._settings = settings
         token = token_of(settings.token, variable=TOKEN_VARIABLE, product=self.product)
         self._http = VendorHttp(
@@ -177,15 +172,6 @@ class DaytonaDriver:
             secrets=(token,),
         )
         self._shells: dict[str, ToolboxShell] = {}
-
-    @property
-    def protections(self) -> frozenset[Protection] | None:
-        """Return what the settings say of the service."""
-        return CLAIMS[self._settings.isolation]
-
-    async def protections_of(self, found: Found) -> frozenset[Protection]:
-        """Return the same for each."""
-        return CLAIMS[self._settings.isolation]
 
     def check(self, image: Image) -> None:
         """Accept every snapshot's name: whether it exists shows when a sandbox is made."""
@@ -241,12 +227,8 @@ class DaytonaDriver:
         )
 
     async def _show(self, found: Found) -> Mapping[str, Any]:
-        try:
+        with gone_if_unknown(found.ref, product=self.product):
             reply = await self._http.call("GET", f"sandbox/{found.ref}", what=f"a look at {found.ref}")
-        except Refused as error:
-            if error.status == 404:
-                raise Gone(f"Daytona does not know sandbox {found.ref} any more: {error.words}") from error
-            raise
         return reply.json()
 
     async def enter(self, found: Found, spec: SandboxSpec) -> JobGuest:
@@ -269,14 +251,10 @@ class DaytonaDriver:
     async def _guest(self, found: Found, shown: Mapping[str, Any]) -> JobGuest:
         toolbox = str(shown.get("toolboxProxyUrl") or "") or await self._toolbox(found)
         shell = ToolboxShell(self._http, address=f"{toolbox.rstrip('/')}/{found.ref}")
-        settings = self._settings
         return JobGuest(
             self._shells.setdefault(found.ref, shell),
             product=self.product,
-            scratch=settings.scratch,
-            wait_s=settings.wait_s,
-            idle_s=settings.idle_s,
-            call_s=settings.call_s,
+            settings=self._settings,
         )
 
     async def _toolbox(self, found: Found) -> str:
@@ -328,12 +306,8 @@ class DaytonaDriver:
         await self._ask(found, f"ttl/{_minutes(ttl_s)}", what=f"a longer time limit of {found.ref}")
 
     async def _ask(self, found: Found, verb: str, *, what: str, body: Any = None) -> None:
-        try:
+        with gone_if_unknown(found.ref, product=self.product):
             await self._http.call("POST", f"sandbox/{found.ref}/{verb}", what=what, body=body)
-        except Refused as error:
-            if error.status == 404:
-                raise Gone(f"Daytona does not know sandbox {found.ref} any more: {error.words}") from error
-            raise
 
     async def pause(self, found: Found) -> None:
         """Freeze its processes; what waits for a program there waits until it goes on."""

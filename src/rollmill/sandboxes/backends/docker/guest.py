@@ -11,11 +11,11 @@ from typing import Any
 
 from rollmill.errors import SandboxError, SandboxExhausted, SandboxUnsupported
 from rollmill.sandboxes.backends.docker.hijack import Hijacked
-from rollmill.sandboxes.backends.hosted.driver import Command, Exit, Gone, Lost, Output, Ran
-from rollmill.sandboxes.backends.hosted.shell import SIGNAL, ShellFiles, launched, signal_name
-from rollmill.sandboxes.backends.hosted.streams import run_script
+from rollmill.sandboxes.backends.hosted.driver import Command, Exit, Gone, Lost, Output
+from rollmill.sandboxes.backends.hosted.shell import announced, launched
+from rollmill.sandboxes.backends.hosted.streams import ShellGuest, ShellProcess, begun
 from rollmill.sandboxes.backends.http import CutOff, Refused, VendorHttp
-from rollmill.sandboxes.records import FileInfo, Usage
+from rollmill.sandboxes.records import Usage
 
 _LOOK_S = 1.0
 _LAST_WORDS_S = 0.3
@@ -33,16 +33,15 @@ done
 """
 
 
-class ExecProcess:
+class ExecProcess(ShellProcess):
     """A program in a container."""
 
     def __init__(self, guest: ContainerGuest, exec_id: str, connection: Hijacked) -> None:
-        self._guest = guest
+        super().__init__(guest)
+        self._http = guest.http
         self._exec_id = exec_id
         self._connection = connection
         self._early: list[tuple[str, bytes]] = []
-        self.pid = 0
-        self.fed = False
 
     async def began(self) -> None:
         """Wait for the first line, which holds its process id.
@@ -62,10 +61,7 @@ class ExecProcess:
                 else:
                     other += data
                     self._early.append((stream, data))
-        first, _, rest = bytes(line).partition(b"\n")
-        if not first.isdigit():
-            raise SandboxError(f"a program began with {first[:100]!r} where its process id was to be")
-        self.pid = int(first)
+        self.pid, rest = announced(bytes(line))
         if rest:
             self._early.insert(0, ("stdout", rest))
 
@@ -106,7 +102,7 @@ class ExecProcess:
     async def end_of(self) -> int | None:
         """Return its exit code, `None` while it runs."""
         try:
-            reply = await self._guest.http.call("GET", f"/exec/{self._exec_id}/json", what="how a program goes on")
+            reply = await self._http.call("GET", f"/exec/{self._exec_id}/json", what="how a program goes on")
         except Refused as error:
             if error.status == 404:
                 raise Gone(f"the daemon knows this program no more, its container is gone: {error.words}") from error
@@ -130,19 +126,12 @@ class ExecProcess:
         """End its input."""
         self._connection.end_input()
 
-    async def resize(self, rows: int, columns: int) -> None:
-        """Never called: there are no terminals."""
-
-    async def signal(self, number: int) -> None:
-        """Signal its group, by a script."""
-        await run_script(self._guest, SIGNAL, signal_name(number), str(self.pid))
-
     async def close(self) -> None:
         """Close its connection; the program goes on."""
         await self._connection.close()
 
 
-class ContainerGuest:
+class ContainerGuest(ShellGuest):
     """A container's inside.
 
     Args:
@@ -153,11 +142,11 @@ class ContainerGuest:
     """
 
     def __init__(self, http: VendorHttp, *, socket: str, container: str, disks: tuple[str, ...]) -> None:
+        super().__init__()
         self.http = http
         self._socket = socket
         self._container = container
         self._disks = disks
-        self._files = ShellFiles(self.run_script)
 
     async def start(self, command: Command) -> ExecProcess:
         """Start a program, and wait until it has begun."""
@@ -181,25 +170,7 @@ class ContainerGuest:
             )
         except Refused as error:
             raise explain_refusal(error, command) from error
-        process = ExecProcess(self, exec_id, connection)
-        try:
-            await process.began()
-        except BaseException:
-            await process.close()
-            raise
-        return process
-
-    async def read(self, path: str, *, max_bytes: int) -> bytes:
-        """Return a file's content."""
-        return await self._files.read(path, max_bytes=max_bytes)
-
-    async def write(self, path: str, data: bytes, *, mode: int, user: str) -> None:
-        """Write a file."""
-        await self._files.write(path, data, mode=mode, user=user)
-
-    async def list_dir(self, path: str) -> tuple[FileInfo, ...]:
-        """Return a directory's entries."""
-        return await self._files.list_dir(path)
+        return await begun(ExecProcess(self, exec_id, connection))
 
     async def usage(self) -> Usage:
         """Return what the daemon counts, and what its own file systems hold."""
@@ -218,10 +189,6 @@ class ContainerGuest:
             raise SandboxError(f"file systems of the container cannot be read: {ran.err[:300]!r}")
         rows = [[int(one) for one in line.split()] for line in ran.out.splitlines()]
         return sum(row[0] * (row[1] - row[2]) for row in rows), sum(row[3] - row[4] for row in rows)
-
-    async def run_script(self, script: str, *arguments: str, stdin: bytes = b"") -> Ran:
-        """Run a script as root to its end."""
-        return await run_script(self, script, *arguments, stdin=stdin)
 
 
 def usage_of(stats: Mapping[str, Any], *, disk_bytes: int | None, inodes: int | None) -> Usage:

@@ -15,11 +15,10 @@ from rollmill.errors import ImageError, SandboxBusy, SandboxError, SandboxUnsupp
 from rollmill.sandboxes.backends.e2b.envd import Envd
 from rollmill.sandboxes.backends.e2b.settings import TOKEN_VARIABLE, E2BSettings
 from rollmill.sandboxes.backends.hosted import marks as marking
-from rollmill.sandboxes.backends.hosted.driver import Found, Gone, ref_of
+from rollmill.sandboxes.backends.hosted.driver import Found, Gone, gone_if_unknown, ref_of
 from rollmill.sandboxes.backends.hosted.provider import HostedProvider
-from rollmill.sandboxes.backends.hosted.settings import CLAIMS
+from rollmill.sandboxes.backends.hosted.settings import ClaimedIsolation
 from rollmill.sandboxes.backends.http import Refused, VendorHttp, token_of, understood
-from rollmill.sandboxes.isolation import Protection
 from rollmill.sandboxes.lifecycle import death
 from rollmill.sandboxes.records import (
     Capabilities,
@@ -37,7 +36,7 @@ _LOOK_S = 0.1
 _STATES = {"running": SandboxState.READY, "paused": SandboxState.PAUSED}
 
 
-class E2BDriver:
+class E2BDriver(ClaimedIsolation):
     """The adapter.
 
     Args:
@@ -47,6 +46,7 @@ class E2BDriver:
     product = "E2B"
 
     def __init__(self, settings: E2BSettings) -> None:
+        super().__init__(settings.isolation)
         self._settings = settings
         token = token_of(settings.token, variable=TOKEN_VARIABLE, product=self.product)
         self._api = VendorHttp(
@@ -77,15 +77,6 @@ class E2BDriver:
             max_lifetime_s=self._settings.max_lifetime_s,
             limits=("cpu_s", "wall_s", "exec_s", "output_bytes", "open_files"),
         )
-
-    @property
-    def protections(self) -> frozenset[Protection] | None:
-        """Return what the settings say of the service."""
-        return CLAIMS[self._settings.isolation]
-
-    async def protections_of(self, found: Found) -> frozenset[Protection]:
-        """Return the same for each: the service shows nothing of it."""
-        return CLAIMS[self._settings.isolation]
 
     def check(self, image: Image) -> None:
         """Accept every template: whether it exists shows when a sandbox is made."""
@@ -171,12 +162,8 @@ class E2BDriver:
         )
 
     async def _show(self, found: Found) -> Mapping[str, Any]:
-        try:
+        with gone_if_unknown(found.ref, product=self.product):
             reply = await self._api.call("GET", f"/sandboxes/{found.ref}", what=f"a look at {found.ref}")
-        except Refused as error:
-            if error.status == 404:
-                raise Gone(f"E2B does not know sandbox {found.ref} any more: {error.words}") from error
-            raise
         return reply.json()
 
     async def find(self, marks: Mapping[str, str]) -> list[Found]:
@@ -242,12 +229,8 @@ class E2BDriver:
         return envd
 
     async def _of(self, found: Found, path: str, *, what: str, body: Any) -> Any:
-        try:
+        with gone_if_unknown(found.ref, product=self.product):
             reply = await self._api.call("POST", path, what=f"{what} of {found.ref}", body=body)
-        except Refused as error:
-            if error.status == 404:
-                raise Gone(f"E2B does not know sandbox {found.ref} any more: {error.words}") from error
-            raise
         return reply.json()
 
     # -- snapshots ---------------------------------------------------------------------------------------------------

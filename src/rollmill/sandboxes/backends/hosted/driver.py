@@ -6,11 +6,13 @@ Leases, deadlines of programs, caps of output, ids and the reasons of ends are t
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from typing import Protocol
 
 from rollmill.errors import SandboxError
+from rollmill.sandboxes.backends.http import Refused
 from rollmill.sandboxes.isolation import Protection
 from rollmill.sandboxes.records import (
     Capabilities,
@@ -36,6 +38,21 @@ class Lost(SandboxError):
     """The connection to a program was lost; whether it runs is unknown."""
 
     code = "sandbox_lost"
+
+
+@contextlib.contextmanager
+def gone_if_unknown(ref: str, *, product: str) -> Iterator[None]:
+    """Tell a service's 404 to a call about a sandbox as what it means.
+
+    Raises:
+        Gone: where the service does not know the sandbox.
+    """
+    try:
+        yield
+    except Refused as error:
+        if error.status == 404:
+            raise Gone(f"{product} does not know sandbox {ref} any more: {error.words}") from error
+        raise
 
 
 def ref_of(value: object) -> str:

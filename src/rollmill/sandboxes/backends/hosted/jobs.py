@@ -19,6 +19,7 @@ from typing import Protocol
 
 from rollmill.errors import SandboxError, SandboxExhausted, SandboxFileError, SandboxUnsupported
 from rollmill.sandboxes.backends.hosted.driver import Command, Exit, Lost, Output, Ran
+from rollmill.sandboxes.backends.hosted.settings import JobSettings
 from rollmill.sandboxes.backends.hosted.shell import ShellFiles, signal_name
 from rollmill.sandboxes.backends.http import CutOff
 from rollmill.sandboxes.records import FileInfo, Record, Usage
@@ -312,28 +313,16 @@ class JobGuest:
     Args:
         shell: the call.
         product: the vendor's name.
-        scratch: directory inside for jobs.
-        wait_s: how long one call may wait inside for news. A vendor that does one call at a time wants it short.
-        idle_s: longest pause between two looks at a program that is silent.
-        call_s: deadline of one call.
+        settings: where jobs are, and how long calls may take.
     """
 
-    def __init__(
-        self,
-        shell: Shell,
-        *,
-        product: str,
-        scratch: str = "/var/tmp/.rollmill",
-        wait_s: float = 2.0,
-        idle_s: float = 1.0,
-        call_s: float = 60.0,
-    ) -> None:
+    def __init__(self, shell: Shell, *, product: str, settings: JobSettings) -> None:
         self._shell = shell
         self._product = product
-        self._scratch = scratch
-        self._wait_s = wait_s
-        self._idle_s = idle_s
-        self._call_s = call_s
+        self._scratch = settings.scratch
+        self._wait_s = settings.wait_s
+        self._idle_s = settings.idle_s
+        self._call_s = settings.call_s
         self._home = "/"
         self._files = ShellFiles(self.run_script)
 

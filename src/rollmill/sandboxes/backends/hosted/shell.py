@@ -138,6 +138,22 @@ def launched(command: Command, *, announce: bool) -> tuple[str, ...]:
     return argv_of(LAUNCH, command.cwd, *bounds, *command.argv)
 
 
+def announced(written: bytes) -> tuple[int, bytes]:
+    r"""Return the process id that a launched program announced, and what it wrote after that.
+
+    Example:
+        >>> announced(b"17\nhello")
+        (17, b'hello')
+
+    Raises:
+        SandboxError: if its first line is none.
+    """
+    first, _, rest = written.partition(b"\n")
+    if not first.isdigit():
+        raise SandboxError(f"a program began with {first[:100]!r} where its process id was to be")
+    return int(first), rest
+
+
 def signal_name(number: int) -> str:
     """Return a signal as `kill -s` takes it everywhere.
 

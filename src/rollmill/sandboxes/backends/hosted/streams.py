@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from rollmill.errors import RollmillError, SandboxExhausted
 from rollmill.sandboxes.backends.hosted.driver import Command, Exit, Lost, Output, Ran, Running
-from rollmill.sandboxes.backends.hosted.shell import argv_of
+from rollmill.sandboxes.backends.hosted.shell import SIGNAL, ShellFiles, argv_of, signal_name
+from rollmill.sandboxes.records import FileInfo, Usage
 
 _SCRIPT_FILES = 256
 _MOST_WORDS = 4096
@@ -21,6 +22,83 @@ class Starts(Protocol):
     async def start(self, command: Command) -> Running:
         """Start it."""
         ...
+
+
+class Begins(Protocol):
+    """A program that is about to begin."""
+
+    async def began(self) -> None:
+        """Wait until it has."""
+        ...
+
+    async def close(self) -> None:
+        """Let go of the connection."""
+        ...
+
+
+B = TypeVar("B", bound=Begins)
+
+
+async def begun(process: B) -> B:
+    """Return a program once it has begun; of one that does not no connection is left."""
+    try:
+        await process.began()
+    except BaseException:
+        await process.close()
+        raise
+    return process
+
+
+class ShellProcess:
+    """What programs have in common whose vendor has no call for signals, and none for terminals.
+
+    Args:
+        guest: starts scripts beside it.
+    """
+
+    fed = False
+
+    def __init__(self, guest: Starts) -> None:
+        self._guest = guest
+        self.pid = 0
+
+    async def signal(self, number: int) -> None:
+        """Signal its group, by a script."""
+        await run_script(self._guest, SIGNAL, signal_name(number), str(self.pid))
+
+    async def resize(self, rows: int, columns: int) -> None:
+        """Never called: there are no terminals."""
+
+
+class ShellGuest:
+    """What the insides of sandboxes have in common whose vendor starts programs alone: files by scripts."""
+
+    def __init__(self) -> None:
+        self._files = ShellFiles(self.run_script)
+
+    async def start(self, command: Command) -> Running:
+        """Start a program, and wait until it has begun."""
+        raise NotImplementedError
+
+    async def run_script(self, script: str, *arguments: str, stdin: bytes = b"") -> Ran:
+        """Run a script as root to its end."""
+        return await run_script(self, script, *arguments, stdin=stdin)
+
+    async def read(self, path: str, *, max_bytes: int) -> bytes:
+        """Return a file's content."""
+        return await self._files.read(path, max_bytes=max_bytes)
+
+    async def write(self, path: str, data: bytes, *, mode: int, user: str) -> None:
+        """Write a file."""
+        await self._files.write(path, data, mode=mode, user=user)
+
+    async def list_dir(self, path: str) -> tuple[FileInfo, ...]:
+        """Return a directory's entries."""
+        return await self._files.list_dir(path)
+
+    async def usage(self) -> Usage:
+        """Return what it uses."""
+        return await self._files.usage()
 
 
 async def feed(running: Running, data: bytes) -> None:

@@ -17,14 +17,13 @@ from typing import Any
 
 from rollmill.errors import ImageError, SandboxError, SandboxIdInUse
 from rollmill.sandboxes.backends.hosted import marks as marking
-from rollmill.sandboxes.backends.hosted.driver import Found, Gone, ref_of
+from rollmill.sandboxes.backends.hosted.driver import Found, Gone, gone_if_unknown, ref_of
 from rollmill.sandboxes.backends.hosted.provider import HostedProvider
-from rollmill.sandboxes.backends.hosted.settings import CLAIMS
+from rollmill.sandboxes.backends.hosted.settings import ClaimedIsolation
 from rollmill.sandboxes.backends.http import Refused, VendorHttp, understood
 from rollmill.sandboxes.backends.kubernetes import claims
 from rollmill.sandboxes.backends.kubernetes.guest import PodGuest
 from rollmill.sandboxes.backends.kubernetes.settings import KubernetesSettings
-from rollmill.sandboxes.isolation import Protection
 from rollmill.sandboxes.lifecycle import death
 from rollmill.sandboxes.records import (
     Capabilities,
@@ -125,7 +124,7 @@ def _moment(wall_s: float) -> str:
     return moment.strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
-class KubernetesDriver:
+class KubernetesDriver(ClaimedIsolation):
     """The adapter.
 
     Args:
@@ -135,6 +134,7 @@ class KubernetesDriver:
     product = "Kubernetes"
 
     def __init__(self, settings: KubernetesSettings) -> None:
+        super().__init__(settings.isolation)
         self._settings = settings
         token = settings.bearer()
         self._headers = {} if token is None else {"Authorization": f"Bearer {token.reveal()}"}
@@ -162,15 +162,6 @@ class KubernetesDriver:
             egress_policy=False,
             limits=_LIMITS if self._settings.warm_pool else (*_OWN_LIMITS, *_LIMITS),
         )
-
-    @property
-    def protections(self) -> frozenset[Protection] | None:
-        """Return what the settings say of the cluster."""
-        return CLAIMS[self._settings.isolation]
-
-    async def protections_of(self, found: Found) -> frozenset[Protection]:
-        """Return the same for each."""
-        return CLAIMS[self._settings.isolation]
 
     def check(self, image: Image) -> None:
         """Accept every reference: whether it can be pulled shows when a pod starts."""
@@ -234,12 +225,8 @@ class KubernetesDriver:
         return SandboxState.READY if ready.get("status") == "True" else SandboxState.STARTING
 
     async def _show(self, found: Found) -> Mapping[str, Any]:
-        try:
+        with gone_if_unknown(found.ref, product=self.product):
             reply = await self._http.call("GET", f"{self._base}/{found.ref}", what=f"a look at {found.ref}")
-        except Refused as error:
-            if error.status == 404:
-                raise Gone(f"Kubernetes does not know sandbox {found.ref} any more: {error.words}") from error
-            raise
         return reply.json()
 
     async def enter(self, found: Found, spec: SandboxSpec) -> PodGuest:
@@ -269,12 +256,8 @@ class KubernetesDriver:
         name = found.access["pod"]
         if not self._settings.warm_pool:
             return name
-        try:
+        with gone_if_unknown(name, product=self.product):
             shown = (await self._http.call("GET", f"{self._sandboxes}/{name}", what=f"a look at {name}")).json()
-        except Refused as error:
-            if error.status == 404:
-                raise Gone(f"Kubernetes does not know sandbox {name} any more: {error.words}") from error
-            raise
         return _pod(shown.get("metadata") or {"name": name})
 
     async def _check_image(self, found: Found) -> None:
@@ -352,7 +335,7 @@ class KubernetesDriver:
         """Move its end."""
         ends = _moment(time.time() + ttl_s)
         change = {"lifecycle": claims.lifecycle(ends)} if self._settings.warm_pool else {"shutdownTime": ends}
-        try:
+        with gone_if_unknown(found.ref, product=self.product):
             await self._http.call(
                 "PATCH",
                 f"{self._base}/{found.ref}",
@@ -360,10 +343,6 @@ class KubernetesDriver:
                 content=json.dumps({"spec": change}).encode(),
                 headers={"Content-Type": "application/merge-patch+json"},
             )
-        except Refused as error:
-            if error.status == 404:
-                raise Gone(f"Kubernetes does not know sandbox {found.ref} any more: {error.words}") from error
-            raise
 
     async def pause(self, found: Found) -> None:
         """Never called: suspending ends the pod."""

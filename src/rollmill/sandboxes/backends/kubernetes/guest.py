@@ -9,12 +9,12 @@ from typing import Any
 from urllib.parse import urlencode
 
 from rollmill.errors import SandboxError, SandboxExhausted, SandboxUnsupported
-from rollmill.sandboxes.backends.hosted.driver import Command, Exit, Gone, Lost, Output, Ran
-from rollmill.sandboxes.backends.hosted.shell import SIGNAL, ShellFiles, launched, signal_name
-from rollmill.sandboxes.backends.hosted.streams import run_script
+from rollmill.sandboxes.backends.hosted.driver import Command, Exit, Gone, Lost, Output
+from rollmill.sandboxes.backends.hosted.shell import announced, launched
+from rollmill.sandboxes.backends.hosted.streams import ShellGuest, ShellProcess, begun
 from rollmill.sandboxes.backends.http import CutOff, Refused
 from rollmill.sandboxes.backends.kubernetes.websocket import END, ERRORS, INPUT, OUTPUT, STATUS, Channels
-from rollmill.sandboxes.records import FileInfo, Usage
+from rollmill.sandboxes.records import Usage
 
 _STREAMS = {OUTPUT: "stdout", ERRORS: "stderr"}
 _INPUT_CHUNK_BYTES = 128 * 1024
@@ -46,16 +46,13 @@ def exit_code_of(status: bytes) -> int:
     raise SandboxError(f"a program was not started, or its end is unknown: {words}")
 
 
-class PodProcess:
+class PodProcess(ShellProcess):
     """A program in a pod."""
 
-    fed = False
-
     def __init__(self, guest: PodGuest, channels: Channels) -> None:
-        self._guest = guest
+        super().__init__(guest)
         self._channels = channels
         self._early: list[Output] = []
-        self.pid = 0
 
     async def began(self) -> None:
         """Wait for the first line, which holds its process id."""
@@ -73,10 +70,7 @@ class PodProcess:
                 line += data
             elif channel == ERRORS:
                 self._early.append(Output(stream="stderr", data=data))
-        first, _, rest = line.partition(b"\n")
-        if not first.isdigit():
-            raise SandboxError(f"a program began with {first[:100]!r} where its process id was to be")
-        self.pid = int(first)
+        self.pid, rest = announced(line)
         self._early.insert(0, Output(stream="stdout", data=rest))
 
     async def events(self) -> AsyncIterator[Output | Exit]:
@@ -104,19 +98,12 @@ class PodProcess:
         """End its input."""
         await self._channels.send(END, bytes([INPUT]))
 
-    async def resize(self, rows: int, columns: int) -> None:
-        """Never called: there are no terminals."""
-
-    async def signal(self, number: int) -> None:
-        """Signal its group, by a script."""
-        await run_script(self._guest, SIGNAL, signal_name(number), str(self.pid))
-
     async def close(self) -> None:
         """Close its connection; the program goes on."""
         await self._channels.close()
 
 
-class PodGuest:
+class PodGuest(ShellGuest):
     """A pod's inside.
 
     Args:
@@ -130,12 +117,12 @@ class PodGuest:
     def __init__(
         self, *, address: str, headers: Mapping[str, str], trust: ssl.SSLContext | None, container: str, limit_s: float
     ) -> None:
+        super().__init__()
         self._address = address
         self._headers = dict(headers)
         self._trust = trust
         self._container = container
         self._limit_s = limit_s
-        self._files = ShellFiles(self.run_script)
 
     async def start(self, command: Command) -> PodProcess:
         """Start a program, and wait until it has begun."""
@@ -159,31 +146,9 @@ class PodGuest:
             if error.status == 404 or "not found" in error.words or "is not running" in error.words:
                 raise Gone(f"the pod is gone: {error.words}") from error
             raise
-        process = PodProcess(self, channels)
-        try:
-            await process.began()
-        except BaseException:
-            await process.close()
-            raise
-        return process
-
-    async def run_script(self, script: str, *arguments: str, stdin: bytes = b"") -> Ran:
-        """Run a script to its end."""
-        return await run_script(self, script, *arguments, stdin=stdin)
-
-    async def read(self, path: str, *, max_bytes: int) -> bytes:
-        """Return a file's content."""
-        return await self._files.read(path, max_bytes=max_bytes)
-
-    async def write(self, path: str, data: bytes, *, mode: int, user: str) -> None:
-        """Write a file."""
-        await self._files.write(path, data, mode=mode, user=user)
-
-    async def list_dir(self, path: str) -> tuple[FileInfo, ...]:
-        """Return a directory's entries."""
-        return await self._files.list_dir(path)
+        return await begun(PodProcess(self, channels))
 
     async def usage(self) -> Usage:
         """Return what it uses, without the disk: a pod's root shows that of its node."""
-        seen = await self._files.usage()
+        seen = await super().usage()
         return Usage(processes=seen.processes, memory_bytes=seen.memory_bytes)

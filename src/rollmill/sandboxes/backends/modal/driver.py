@@ -25,24 +25,22 @@ from rollmill.errors import (
     Unauthenticated,
 )
 from rollmill.sandboxes.backends.hosted import marks as marking
-from rollmill.sandboxes.backends.hosted.driver import Command, Exit, Found, Gone, Lost, Output, Ran, ref_of
+from rollmill.sandboxes.backends.hosted.driver import Command, Exit, Found, Gone, Lost, Output, ref_of
 from rollmill.sandboxes.backends.hosted.provider import HostedProvider
-from rollmill.sandboxes.backends.hosted.settings import CLAIMS, HostedSettings
-from rollmill.sandboxes.backends.hosted.shell import SIGNAL, ShellFiles, launched, signal_name
-from rollmill.sandboxes.backends.hosted.streams import run_script
+from rollmill.sandboxes.backends.hosted.settings import ClaimedIsolation, HostedSettings
+from rollmill.sandboxes.backends.hosted.shell import announced, launched
+from rollmill.sandboxes.backends.hosted.streams import ShellGuest, ShellProcess, begun
 from rollmill.sandboxes.backends.http import CutOff
-from rollmill.sandboxes.isolation import IsolationLevel, Protection
+from rollmill.sandboxes.isolation import IsolationLevel
 from rollmill.sandboxes.lifecycle import death
 from rollmill.sandboxes.records import (
     Capabilities,
     Death,
     DeathReason,
-    FileInfo,
     Image,
     NamedImage,
     SandboxSpec,
     SandboxState,
-    Usage,
 )
 
 _MIB = 1024**2
@@ -126,15 +124,12 @@ def explain_error(error: Exception, *, what: str) -> RollmillError | None:
     return None
 
 
-class ModalProcess:
+class ModalProcess(ShellProcess):
     """A program that runs at Modal."""
 
-    fed = False
-
     def __init__(self, guest: ModalGuest, process: Any) -> None:
-        self._guest = guest
+        super().__init__(guest)
         self._process = process
-        self.pid = 0
         self._queue: asyncio.Queue[Output | Exception | None] = asyncio.Queue(maxsize=64)
         self._early: list[Output] = []
         loop = asyncio.get_running_loop()
@@ -173,10 +168,7 @@ class ModalProcess:
                 line += event.data
             else:
                 self._early.append(event)
-        first, _, rest = line.partition(b"\n")
-        if not first.isdigit():
-            raise SandboxError(f"a program began with {first[:100]!r} where its process id was to be")
-        self.pid = int(first)
+        self.pid, rest = announced(line)
         self._early.insert(0, Output(stream="stdout", data=rest))
         self._open = len(self._readers) - ended
 
@@ -204,13 +196,6 @@ class ModalProcess:
         self._process.stdin.write_eof()
         await call(self._process.stdin.drain, what="the end of a program's input")
 
-    async def resize(self, rows: int, columns: int) -> None:
-        """Never called: there are no terminals."""
-
-    async def signal(self, number: int) -> None:
-        """Signal its group, by a script."""
-        await run_script(self._guest, SIGNAL, signal_name(number), str(self.pid))
-
     async def close(self) -> None:
         """Stop reading; the program goes on."""
         for one in self._readers:
@@ -218,7 +203,7 @@ class ModalProcess:
         await asyncio.gather(*self._readers, return_exceptions=True)
 
 
-class ModalGuest:
+class ModalGuest(ShellGuest):
     """A sandbox's inside.
 
     Args:
@@ -226,8 +211,8 @@ class ModalGuest:
     """
 
     def __init__(self, sandbox: Any) -> None:
+        super().__init__()
         self._sandbox = sandbox
-        self._files = ShellFiles(self.run_script)
 
     async def start(self, command: Command) -> ModalProcess:
         """Start a program, and wait until it has begun."""
@@ -244,32 +229,7 @@ class ModalGuest:
                 text=False,
             ),
         )
-        try:
-            await process.began()
-        except BaseException:
-            await process.close()
-            raise
-        return process
-
-    async def read(self, path: str, *, max_bytes: int) -> bytes:
-        """Return a file's content."""
-        return await self._files.read(path, max_bytes=max_bytes)
-
-    async def write(self, path: str, data: bytes, *, mode: int, user: str) -> None:
-        """Write a file."""
-        await self._files.write(path, data, mode=mode, user=user)
-
-    async def list_dir(self, path: str) -> tuple[FileInfo, ...]:
-        """Return a directory's entries."""
-        return await self._files.list_dir(path)
-
-    async def usage(self) -> Usage:
-        """Return what it uses."""
-        return await self._files.usage()
-
-    async def run_script(self, script: str, *arguments: str, stdin: bytes = b"") -> Ran:
-        """Run a script as root to its end."""
-        return await run_script(self, script, *arguments, stdin=stdin)
+        return await begun(process)
 
 
 async def call(function: Any, *arguments: Any, what: str, **named: Any) -> Any:
@@ -285,7 +245,7 @@ async def call(function: Any, *arguments: Any, what: str, **named: Any) -> Any:
         raise known from error
 
 
-class ModalDriver:
+class ModalDriver(ClaimedIsolation):
     """The adapter.
 
     Args:
@@ -303,18 +263,10 @@ class ModalDriver:
     )
 
     def __init__(self, settings: ModalSettings, sdk: Any) -> None:
+        super().__init__(settings.isolation)
         self._settings = settings
         self._sdk = sdk
         self._app: Any = None
-
-    @property
-    def protections(self) -> frozenset[Protection] | None:
-        """Return what the settings say of the service."""
-        return CLAIMS[self._settings.isolation]
-
-    async def protections_of(self, found: Found) -> frozenset[Protection]:
-        """Return the same for each."""
-        return CLAIMS[self._settings.isolation]
 
     def check(self, image: Image) -> None:
         """Accept every reference: whether it can be pulled shows when a sandbox is made."""
@@ -369,7 +321,7 @@ class ModalDriver:
     async def enter(self, found: Found, spec: SandboxSpec) -> ModalGuest:
         """Return its inside; its first program waits until it runs."""
         guest = ModalGuest(await self._sandbox(found))
-        await run_script(guest, "exit 0")
+        await guest.run_script("exit 0")
         return guest
 
     async def find(self, marks: Mapping[str, str]) -> list[Found]:

@@ -15,14 +15,14 @@ from urllib.parse import quote
 from rollmill.errors import ImageError, SandboxError, SandboxRetryable, Unauthenticated
 from rollmill.sandboxes.backends.e2b.connect import ConnectError, parse_json, raise_error
 from rollmill.sandboxes.backends.hosted import marks as marking
-from rollmill.sandboxes.backends.hosted.driver import Found, Gone, Ran, ref_of
+from rollmill.sandboxes.backends.hosted.driver import Found, Gone, Ran, gone_if_unknown, ref_of
 from rollmill.sandboxes.backends.hosted.jobs import JobGuest
 from rollmill.sandboxes.backends.hosted.provider import HostedProvider
-from rollmill.sandboxes.backends.hosted.settings import CLAIMS, HostedSettings
+from rollmill.sandboxes.backends.hosted.settings import ClaimedIsolation, JobSettings
 from rollmill.sandboxes.backends.hosted.shell import argv_of
 from rollmill.sandboxes.backends.http import CutOff, Refused, VendorHttp, token_of, understood
 from rollmill.sandboxes.backends.prime.wire import Events, start_request
-from rollmill.sandboxes.isolation import IsolationLevel, Protection
+from rollmill.sandboxes.isolation import IsolationLevel
 from rollmill.sandboxes.lifecycle import death
 from rollmill.sandboxes.records import (
     Capabilities,
@@ -50,7 +50,7 @@ _STATES = {
 }
 
 
-class PrimeSettings(HostedSettings, frozen=True, kw_only=True):
+class PrimeSettings(JobSettings, frozen=True, kw_only=True):
     """How to reach Prime.
 
     Attributes:
@@ -59,9 +59,6 @@ class PrimeSettings(HostedSettings, frozen=True, kw_only=True):
         team: whose account; empty: your own.
         internet: whether sandboxes may reach the internet.
         user: whose rights programs have.
-        scratch: directory inside for programs' output.
-        wait_s: how long one call may wait inside for news.
-        idle_s: longest pause between two looks at a silent program.
         start_s: pulling an image there takes minutes the first time.
     """
 
@@ -70,9 +67,6 @@ class PrimeSettings(HostedSettings, frozen=True, kw_only=True):
     team: str = ""
     internet: bool = False
     user: str = "root"
-    scratch: str = "/var/tmp/.rollmill"
-    wait_s: float = 2.0
-    idle_s: float = 1.0
     start_s: float = 600.0
 
 
@@ -170,7 +164,7 @@ def _explain_connect(error: ConnectError) -> SandboxError:
     return error
 
 
-class PrimeDriver:
+class PrimeDriver(ClaimedIsolation):
     """The adapter.
 
     Args:
@@ -185,6 +179,7 @@ class PrimeDriver:
     )
 
     def __init__(self, settings: PrimeSettings) -> None:
+        super().__init__(IsolationLevel.VIRTUAL_MACHINE)  # the SDK asks for nothing else
         self._settings = settings
         token = token_of(settings.token, variable=TOKEN_VARIABLE, product=self.product)
         self._api = VendorHttp(
@@ -197,15 +192,6 @@ class PrimeDriver:
         self._gateways = VendorHttp(
             product="Prime's gateway", base_url=settings.api_url, call_s=settings.call_s, connections=2000
         )
-
-    @property
-    def protections(self) -> frozenset[Protection] | None:
-        """Return that they are virtual machines: the SDK asks for nothing else."""
-        return CLAIMS[IsolationLevel.VIRTUAL_MACHINE]
-
-    async def protections_of(self, found: Found) -> frozenset[Protection]:
-        """Return the same for each."""
-        return CLAIMS[IsolationLevel.VIRTUAL_MACHINE]
 
     def check(self, image: Image) -> None:
         """Accept every reference: whether it can be pulled shows when a sandbox is made."""
@@ -250,12 +236,8 @@ class PrimeDriver:
         )
 
     async def _show(self, found: Found) -> Mapping[str, Any]:
-        try:
+        with gone_if_unknown(found.ref, product=self.product):
             reply = await self._api.call("GET", f"sandbox/{found.ref}", what=f"a look at {found.ref}")
-        except Refused as error:
-            if error.status == 404:
-                raise Gone(f"Prime does not know sandbox {found.ref} any more: {error.words}") from error
-            raise
         return reply.json()
 
     async def enter(self, found: Found, spec: SandboxSpec) -> JobGuest:
@@ -268,14 +250,10 @@ class PrimeDriver:
             if status not in ("PENDING", "PROVISIONING"):
                 raise _start_error(shown)
             await asyncio.sleep(_LOOK_S)
-        settings = self._settings
         guest = JobGuest(
-            Gateway(self._api, self._gateways, ref=found.ref, user=settings.user),
+            Gateway(self._api, self._gateways, ref=found.ref, user=self._settings.user),
             product=self.product,
-            scratch=settings.scratch,
-            wait_s=settings.wait_s,
-            idle_s=settings.idle_s,
-            call_s=settings.call_s,
+            settings=self._settings,
         )
         await guest.probe()
         return guest

@@ -16,12 +16,11 @@ from rollmill.errors import SandboxError
 from rollmill.sandboxes.backends.hosted.driver import Found, Gone, Ran
 from rollmill.sandboxes.backends.hosted.jobs import JobGuest
 from rollmill.sandboxes.backends.hosted.provider import HostedProvider
-from rollmill.sandboxes.backends.hosted.settings import CLAIMS
+from rollmill.sandboxes.backends.hosted.settings import ClaimedIsolation
 from rollmill.sandboxes.backends.hosted.shell import argv_of
 from rollmill.sandboxes.backends.http import CutOff, Refused, Unreachable, VendorHttp
 from rollmill.sandboxes.backends.swerex.deployment import Deployment, Endpoint
 from rollmill.sandboxes.backends.swerex.settings import SweRexSettings
-from rollmill.sandboxes.isolation import Protection
 from rollmill.sandboxes.lifecycle import death
 from rollmill.sandboxes.records import Capabilities, Death, DeathReason, Image, SandboxSpec
 
@@ -87,7 +86,7 @@ def explain(error: Refused) -> SandboxError:
     return SandboxError(f"the runtime failed ({name}): {words[:500]}")
 
 
-class SweRexDriver:
+class SweRexDriver(ClaimedIsolation):
     """The adapter.
 
     Args:
@@ -99,18 +98,10 @@ class SweRexDriver:
     capabilities = Capabilities(limits=("cpu_s", "wall_s", "exec_s", "output_bytes", "open_files"))
 
     def __init__(self, deployment: Deployment, settings: SweRexSettings) -> None:
+        super().__init__(settings.isolation)
         self._deployment = deployment
         self._settings = settings
         self._runtimes: dict[str, tuple[Found, Endpoint, VendorHttp]] = {}
-
-    @property
-    def protections(self) -> frozenset[Protection] | None:
-        """Return what the settings say of where runtimes run."""
-        return CLAIMS[self._settings.isolation]
-
-    async def protections_of(self, found: Found) -> frozenset[Protection]:
-        """Return the same for each."""
-        return CLAIMS[self._settings.isolation]
 
     def check(self, image: Image) -> None:
         """Leave it to the deployment."""
@@ -137,14 +128,10 @@ class SweRexDriver:
         _, _, http = self._runtime(found)
         while not await self._alive(http):  # noqa: ASYNC110
             await asyncio.sleep(_LOOK_S)
-        settings = self._settings
         guest = JobGuest(
             RuntimeShell(http),
             product=self.product,
-            scratch=settings.scratch,
-            wait_s=settings.wait_s,
-            idle_s=settings.idle_s,
-            call_s=settings.call_s,
+            settings=self._settings,
         )
         await guest.probe()
         return guest
