@@ -170,3 +170,10 @@ async def test_a_fork_that_is_cancelled_while_it_starts_its_sandboxes_ends_them(
 async def test_the_ids_of_a_fork_are_all_different():
     with pytest.raises(SandboxIdInUse, match="not all different"):
         await fork(Home(), Sandbox("a"), "x", "x")
+
+
+async def test_a_snapshot_that_is_held_in_memory_alone_is_no_fork():
+    home = Home()
+    home.may_take.set()
+    await home._snapshot(Sandbox("a"), id="whole", force=True, to_keep=False)  # as one with its processes is taken
+    assert (home.begun_for_a_fork, home.visible()) == ([False], ["whole"])
