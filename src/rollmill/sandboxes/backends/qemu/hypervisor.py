@@ -85,12 +85,14 @@ class QemuMachine:
         self._shape = _own(shape)
         self.qmp = qmp
         self._agent = agent
+        self._connected = False
         self._console = console
         self._memory = memory
         self.process: MachineProcess | None = None
 
     async def connect(self) -> socket.socket:
-        """Return the connection to its agent."""
+        """Return the connection to its agent, which is the caller's from now on."""
+        self._connected = True
         return self._agent
 
     async def pause(self) -> None:
@@ -151,6 +153,8 @@ class QemuMachine:
     def release(self) -> None:
         """Close what belongs to a machine that has ended."""
         self.qmp.close()
+        if not self._connected:  # its start was given up before
+            self._agent.close()
         for one in (self._console, self._memory.descriptor, *self._shape.disks):
             if one >= 0:
                 os.close(one)
