@@ -68,11 +68,3 @@ def show(value: Any, *, text: str, as_json: bool) -> None:
         show_json(value)
     else:
         click.echo(text.rstrip("\n"))
-
-
-def show_with_warnings(value: Any, *, warnings: Iterable[str], text: str, as_json: bool) -> None:
-    """Print the document, which holds its warnings, or the warnings on stderr and the text."""
-    if not as_json:
-        for warning in warnings:
-            click.echo(f"warning: {warning}", err=True)
-    show(value, text=text, as_json=as_json)
