@@ -47,6 +47,7 @@ SETTINGS = KeeperSettings(
     call_s=20.0,
     grace_s=40.0,
     keep_before_s=60.0,
+    sweep_at_once=1,  # whoever is killed does nothing beside
 )
 LONGER_THAN_ANY_LEASE_S = 1000.0
 

@@ -24,7 +24,7 @@ from collections.abc import Iterable
 import msgspec
 
 from rollmill.errors import SandboxLeaseLost
-from rollmill.sandboxes.records import Capabilities, Record, SandboxState, SandboxStatus, SnapshotRef
+from rollmill.sandboxes.records import Capabilities, DeathReason, Record, SandboxState, SandboxStatus, SnapshotRef
 
 KEEPER_LABEL, ROLLOUT_LABEL, GENERATION_LABEL = "keeper", "rollout", "generation"
 RELEASED = "released"
@@ -154,7 +154,7 @@ def check_there(row: Row) -> Row:
     Raises:
         SandboxLeaseLost: if it was suspended as its files.
     """
-    if row.phase is Phase.SUSPENDED and snapshot_id_of(row.sandbox_id) in row.snapshots:
+    if is_stored(row):
         raise SandboxLeaseLost(
             f"rollout {row.rollout_id!r} is suspended as a snapshot of its files, and its sandbox has ended, or will; "
             "resume it, and another one goes on with them",
@@ -192,14 +192,86 @@ def to_move(rows: Iterable[Row], *, count: int, busy: frozenset[str] = frozenset
         count: how many are wanted.
         busy: sandboxes that some call of this process works on.
     """
-    found = (
-        row
-        for row in rows
-        if row.phase is Phase.SUSPENDED
-        and row.sandbox_id not in busy
-        and snapshot_id_of(row.sandbox_id) not in row.snapshots
-    )
+    found = (row for row in rows if row.phase is Phase.SUSPENDED and row.sandbox_id not in busy and not row.snapshots)
     return tuple(sorted(found, key=lambda row: (row.expires_s, row.sandbox_id))[: max(0, count)])
+
+
+# -- what an owner does to a row --------------------------------------------------------------------------------------
+
+
+def taken(row: Row, *, generation: int, owner: str, until_s: float) -> Row:
+    """Return the row of a rollout that somebody is about to take on: until it runs, none of its time is given up."""
+    return msgspec.structs.replace(row, generation=generation, owner=owner, expires_s=max(row.expires_s, until_s))
+
+
+def moved(row: Row, *, generation: int, sandbox_id: str, now_s: float) -> Row:
+    """Return the row of a rollout that is about to go on in another sandbox."""
+    return msgspec.structs.replace(
+        row, generation=generation, sandbox_id=sandbox_id, phase=Phase.CREATING, asked_s=now_s
+    )
+
+
+def running(row: Row, *, until_s: float) -> Row:
+    """Return the row of a sandbox that runs now; its provider was told of no more time than the row had."""
+    return msgspec.structs.replace(row, phase=Phase.RUNNING, expires_s=min(row.expires_s, until_s))
+
+
+def renewed(row: Row, *, until_s: float) -> Row:
+    """Return a row with more time; a renewal that crosses a suspension takes none of its time."""
+    return msgspec.structs.replace(row, expires_s=max(row.expires_s, until_s))
+
+
+def suspended(row: Row, *, until_s: float) -> Row:
+    """Return the row of a rollout that is suspended."""
+    return msgspec.structs.replace(row, phase=Phase.SUSPENDED, expires_s=until_s)
+
+
+def given_back(row: Row) -> Row:
+    """Return the row of a rollout whose restoring left nothing: it is suspended as before."""
+    return msgspec.structs.replace(row, phase=Phase.SUSPENDED) if row.phase is Phase.CREATING else row
+
+
+# -- snapshots --------------------------------------------------------------------------------------------------------
+
+
+def is_stored(row: Row) -> bool:
+    """Return whether a rollout is suspended as the files of its sandbox, as far as the row says."""
+    return row.phase is Phase.SUSPENDED and snapshot_id_of(row.sandbox_id) in row.snapshots
+
+
+def named(row: Row, name: str) -> Row:
+    """Return a row with the name of a snapshot that is about to be made."""
+    return row if name in row.snapshots else msgspec.structs.replace(row, snapshots=(*row.snapshots, name))
+
+
+def unnamed(row: Row, name: str) -> Row:
+    """Return a row without the name of a snapshot that was not made."""
+    return msgspec.structs.replace(row, snapshots=tuple(one for one in row.snapshots if one != name))
+
+
+def stored(row: Row, ref: SnapshotRef) -> Row:
+    """Return a row whose sandbox has ended as a snapshot; it is noted itself if it outlives this process."""
+    others = tuple(one for one in row.refs if one.snapshot_id != ref.snapshot_id)
+    return msgspec.structs.replace(named(row, ref.snapshot_id), refs=(*others, ref) if ref.durable else others)
+
+
+def older_snapshots(row: Row) -> tuple[str, ...]:
+    """Return the snapshots of earlier sandboxes: once this one runs, they are no more what the rollout goes on from."""
+    return tuple(one for one in row.snapshots if one != snapshot_id_of(row.sandbox_id))
+
+
+def doubted(row: Row, names: tuple[str, ...]) -> Row:
+    """Return a row that is not believed to have these any more; whoever is killed then leaves none that is gone."""
+    return msgspec.structs.replace(row, refs=tuple(ref for ref in row.refs if ref.snapshot_id not in names))
+
+
+def without(row: Row, names: tuple[str, ...]) -> Row:
+    """Return a row without snapshots that were deleted."""
+    kept = tuple(one for one in row.snapshots if one not in names)
+    return msgspec.structs.replace(doubted(row, names), snapshots=kept)
+
+
+# -- leases that end --------------------------------------------------------------------------------------------------
 
 
 class OnExpiry(enum.Enum):
@@ -224,9 +296,14 @@ def can_suspend(on_expiry: OnExpiry, capabilities: Capabilities) -> bool:
     return able.get(on_expiry, False)
 
 
-def expired(row: Row, *, now_s: float, ttl_s: float) -> Row:
-    """Return the row of a sandbox that was suspended when its lease ended: nobody's, until somebody resumes it."""
-    return msgspec.structs.replace(row, phase=Phase.SUSPENDED, owner="", expires_s=now_s + ttl_s)
+def unowned(row: Row, *, until_s: float) -> Row:
+    """Return the row of a rollout that is suspended and nobody's, until somebody resumes it."""
+    return msgspec.structs.replace(suspended(row, until_s=until_s), owner="")
+
+
+def adopted(row: Row) -> Row:
+    """Return the row of a sandbox that runs and whose owner is gone."""
+    return msgspec.structs.replace(row, phase=Phase.RUNNING, owner="")
 
 
 # -- ends -------------------------------------------------------------------------------------------------------------
@@ -332,27 +409,57 @@ def sweep(
     """Return what is to be done so that table and provider agree.
 
     `seen` must have been asked for before the rows were read: a row is written before its sandbox or snapshot is made,
-    so what was seen and has no row has none for good.
+    so what was seen and has no row has none for good. What was not seen is gone only if its row was as it is before
+    `seen` was asked for; the others are `unsettled`, and count as busy.
 
     Args:
         rows: of one provider.
         seen: what that provider has.
         now_s: since the epoch.
-        busy: sandboxes that some call of this process works on.
+        busy: sandboxes that some call of this process works on, or whose rows are unsettled.
         grace_s: a creation may take so long before it counts as given up.
         keep_after_s: age, from when it was asked for, at which a sandbox is suspended as its files.
         suspends: what ran when its lease ended is suspended first, and ends when that lease has ended too.
     """
     known = {row.sandbox_id: row for row in rows}
-    named = {name for row in known.values() for name in row.snapshots}
+    names = {name for row in known.values() for name in row.snapshots} | {snapshot_id_of(one) for one in busy}
     free = [row for row in known.values() if row.sandbox_id not in busy]
     steps = [_step(row, seen, now_s, grace_s, keep_after_s, suspends) for row in free]
     orphans = [(Act.KILL_ORPHAN, one) for one in sorted(seen.alive - set(known) - busy)]
-    orphans += [(Act.DELETE_ORPHAN, one) for one in sorted(seen.snapshots - named)]
+    orphans += [(Act.DELETE_ORPHAN, one) for one in sorted(seen.snapshots - names)]
     return (
         *(step for step in steps if step is not None),
         *(Step(act=act, sandbox_id=one, why="no row speaks of it") for act, one in orphans),
     )
+
+
+def unsettled(before: Iterable[Row], after: Iterable[Row]) -> frozenset[str]:
+    """Return the sandboxes whose rows came, went or changed between two looks; a renewal is no such change.
+
+    Example:
+        >>> row = Row(sandbox_id="s", rollout_id="r", generation=1, provider="p", owner="o", phase=Phase.CREATING)
+        >>> [sorted(unsettled([row], after)) for after in ([row], [], [running(row, until_s=1.0)])]
+        [[], ['s'], ['s']]
+    """
+    old, new = (
+        {row.sandbox_id: msgspec.structs.replace(row, expires_s=0.0) for row in rows} for rows in (before, after)
+    )
+    return frozenset(one for one in old.keys() | new.keys() if old.get(one) != new.get(one))
+
+
+def is_on(step: Step, busy: frozenset[str]) -> bool:
+    """Return whether a step is on one of these sandboxes, or on a snapshot of one."""
+    return step.sandbox_id in busy or any(snapshot_id_of(one) == step.sandbox_id for one in busy)
+
+
+def failed(step: Step, error: BaseException) -> Step:
+    """Return a step that was not done, with the error."""
+    return msgspec.structs.replace(step, why=f"{step.why}; not done: {error or type(error).__name__}")
+
+
+def reason_of(row: Row) -> DeathReason:
+    """Return why a sandbox ends whose row is ending."""
+    return DeathReason.RELEASED if row.note == RELEASED else DeathReason.LEASE_EXPIRED
 
 
 def durable_of(row: Row) -> tuple[SnapshotRef, ...]:
@@ -368,14 +475,16 @@ def _step(row: Row, seen: Seen, now_s: float, grace_s: float, keep_after_s: floa
         return Step(act=act, sandbox_id=row.sandbox_id, why=why)
 
     if row.phase is Phase.ENDING:
-        if not lives and not kept:
+        if not lives and not row.snapshots:
             return step(Act.DROP, row.note or "it has ended")
         return step(Act.KILL, row.note or "it is to end") if row.retry_s <= now_s else None
     if row.phase is Phase.CREATING and now_s < row.asked_s + grace_s:
         return None
     if not lives and not kept:
+        # A snapshot that nobody lists may be there nevertheless: the row goes when it was deleted.
+        act = Act.END if row.snapshots else Act.DROP
         asked = f"it was asked for {now_s - row.asked_s:.0f} s ago and is not there"
-        return step(Act.DROP, asked if row.phase is Phase.CREATING else "the provider has lost it")
+        return step(act, asked if row.phase is Phase.CREATING else "the provider has lost it")
     if row.expires_s <= now_s:
         # A creation that nobody has seen the end of holds no work, unless it was made from a snapshot.
         holds_work = row.phase is Phase.RUNNING or (row.phase is Phase.CREATING and kept)

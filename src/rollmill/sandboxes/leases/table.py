@@ -198,6 +198,16 @@ class LeaseTable:
                 self.put(after)
         return after
 
+    def swap(self, row: Row, after: Row | None) -> bool:
+        """Put a row in place of one, with `None` remove it, if nobody has changed that; return whether so."""
+        with self.change():
+            is_same = self.find(row.sandbox_id) == row
+            if is_same and after is None:
+                self.remove(row.sandbox_id)
+            elif is_same and after is not None:
+                self.put(after)
+        return is_same
+
 
 def _values(row: Row) -> tuple[object, ...]:
     found = {name: getattr(row, name) for name in _COLUMNS}
