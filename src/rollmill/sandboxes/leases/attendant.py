@@ -2,7 +2,7 @@
 
 | wait | ends after |
 |---|---|
-| for the renewals of one beat, together | `beat_s`; those that are not done are tried again at the next |
+| for the renewals of one beat, together | `beat_s`; the next beat begins then, and tries again those not done |
 | for a sweep | `sweep_limit_s`; the next one begins anew |
 
 What failed, and why, is logged and counted; what was lost is told to whoever holds it.
@@ -19,7 +19,7 @@ import msgspec
 
 from rollmill.errors import ConfigError, RollmillError, SandboxDead, SandboxLeaseLost
 from rollmill.sandboxes.leases.keeper import Keeper
-from rollmill.sandboxes.leases.keeping import SweepReport
+from rollmill.sandboxes.leases.keeping import OUTCOMES, SweepReport
 from rollmill.sandboxes.leases.law import Claim
 from rollmill.sandboxes.records import Record
 
@@ -30,7 +30,8 @@ class AttendantSettings(Record, frozen=True, kw_only=True):
     """How leases are attended to.
 
     Attributes:
-        beat_s: leases are renewed this often; at most a third of their time, so that two beats may fail.
+        beat_s: leases are renewed this often; at most a third of their time, so that the next beat makes good for one
+            that fails, however late it does.
         sweep_s: the table is swept this often; below the keeper's `slack_s`, after which a provider ends by itself what
             nobody renewed, and what could have been suspended is lost.
         sweep_limit_s: longest that one sweep may take.
@@ -57,6 +58,7 @@ class AttendantStatistics(Record, frozen=True, kw_only=True):
         failed_sweeps: that did not.
         suspended: sandboxes that a sweep suspended when their lease ended.
         ended: that sweeps ended, orphans among them.
+        left: what a sweep could not do; the next one tries again.
         last_failure: in words; empty if nothing failed.
     """
 
@@ -67,6 +69,7 @@ class AttendantStatistics(Record, frozen=True, kw_only=True):
     failed_sweeps: int = 0
     suspended: int = 0
     ended: int = 0
+    left: int = 0
     last_failure: str = ""
 
 
@@ -145,20 +148,28 @@ class Attendant:
         except (SandboxLeaseLost, SandboxDead) as error:
             if self._held.get(claim.rollout_id) != claim:
                 return  # let go of while it was renewed
-            self.let_go(claim)
-            self._failed(f"the lease of rollout {claim.rollout_id!r} is lost: {error}", lost=1)
-            if self._on_lost is not None:
-                self._on_lost(claim, error)
+            self._lost(claim, error)
         except TimeoutError:
             self._failed(
                 f"the lease of rollout {claim.rollout_id!r} was not renewed within {self._settings.beat_s:g} s "
                 "(beat_s); the next beat tries again",
                 failed_renewals=1,
             )
-        except (RollmillError, OSError) as error:
-            self._failed(f"the lease of rollout {claim.rollout_id!r} was not renewed: {error}", failed_renewals=1)
+        except Exception as error:  # of whatever kind: it must end neither the others' renewals nor the beats to come
+            words = f"the lease of rollout {claim.rollout_id!r} was not renewed: {_told(error)}"
+            self._failed(words, failed_renewals=1)
         else:
             self._count(renewed=1)
+
+    def _lost(self, claim: Claim, error: RollmillError) -> None:
+        self.let_go(claim)
+        self._failed(f"the lease of rollout {claim.rollout_id!r} is lost: {error}", lost=1)
+        if self._on_lost is None:
+            return
+        try:
+            self._on_lost(claim, error)
+        except Exception as raised:  # of whoever is told: the others are renewed nevertheless
+            self._failed(f"on_lost of rollout {claim.rollout_id!r} failed: {_told(raised)}")
 
     async def sweep(self) -> None:
         """Make table and provider agree once."""
@@ -168,10 +179,12 @@ class Attendant:
         except TimeoutError:
             limit_s = self._settings.sweep_limit_s
             self._failed(f"a sweep of leases did not end within {limit_s:g} s (sweep_limit_s)", failed_sweeps=1)
-        except (RollmillError, OSError) as error:
-            self._failed(f"a sweep of leases failed: {error}", failed_sweeps=1)
+        except Exception as error:  # of whatever kind: the next sweep is due nevertheless
+            self._failed(f"a sweep of leases failed: {_told(error)}", failed_sweeps=1)
         else:
             _tell(report)
+            for step in report.failed:
+                self._failed(f"sweep of leases: {step.act.value} {step.sandbox_id}: {step.why}", left=1)
             self._count(sweeps=1, suspended=len(report.suspended), ended=len(report.killed))
 
     def _failed(self, words: str, **more: int) -> None:
@@ -185,12 +198,20 @@ class Attendant:
 
 
 def _tell(report: SweepReport) -> None:
-    for outcome in SweepReport.__struct_fields__:
+    for outcome in OUTCOMES:
         for step in getattr(report, outcome):
             _log.info("sweep of leases: %s %s: %s", outcome, step.sandbox_id, step.why)
 
 
+def _told(error: Exception) -> str:
+    return str(error) if isinstance(error, RollmillError) else repr(error)
+
+
 async def _every(pause_s: float, work: Callable[[], Awaitable[None]]) -> None:
+    """Begin work this often; one that took longer is followed by the next at once."""
+    loop = asyncio.get_running_loop()
+    due_s = loop.time()
     while True:
-        await asyncio.sleep(pause_s)
+        due_s = max(due_s + pause_s, loop.time())
+        await asyncio.sleep(due_s - loop.time())
         await work()
