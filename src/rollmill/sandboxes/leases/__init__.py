@@ -4,7 +4,9 @@
 |---|---|
 | `law` | who may, what is due, what a sweep does: pure |
 | `table` | the rows, in SQLite |
-| `keeper` | does it: row first, then the provider |
+| `keeper` | the calls of owners: row first, then the provider |
+| `sweeper` | makes table and provider agree |
+| `means` | what both share |
 | `attendant` | renews what its process holds, and sweeps, again and again |
 """
 

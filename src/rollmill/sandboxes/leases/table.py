@@ -78,6 +78,7 @@ class LeaseTable:
 
     def _prepare(self) -> None:
         connection = self._connection
+        self._check_whose()  # before anything is changed, and the mode of the journal is
         (mode,) = connection.execute("PRAGMA journal_mode = WAL").fetchone()
         if mode != "wal":
             raise ConfigError(
@@ -92,22 +93,27 @@ class LeaseTable:
                     connection.execute(statement)
                 connection.execute(f"PRAGMA user_version = {_SCHEMA_VERSION}")
                 connection.execute("INSERT INTO about VALUES (?)", (secrets.token_hex(4),))
-            application = connection.execute("PRAGMA application_id").fetchone()[0]
-            version = connection.execute("PRAGMA user_version").fetchone()[0]
-            if (application, version) == (_APPLICATION_ID, 1):
+            if self._check_whose() == 1:
                 connection.execute(_FROM_1)
                 connection.execute(f"PRAGMA user_version = {_SCHEMA_VERSION}")
-                version = _SCHEMA_VERSION
-        if (application, version) != (_APPLICATION_ID, _SCHEMA_VERSION):
+        (self.salt,) = connection.execute("SELECT salt FROM about").fetchone()
+
+    def _check_whose(self) -> int:
+        """Return the version of the table, 0 for a file without any; refuse what is not ours, or newer."""
+        (tables,) = self._connection.execute("SELECT COUNT(*) FROM sqlite_schema").fetchone()
+        (application,) = self._connection.execute("PRAGMA application_id").fetchone()
+        (version,) = self._connection.execute("PRAGMA user_version").fetchone()
+        if tables and (application != _APPLICATION_ID or version not in (1, _SCHEMA_VERSION)):
             raise ConfigError(
                 f"{self._path} is no table of leases of version {_SCHEMA_VERSION} (application {application:#x}, "
                 f"version {version}); name another file. Nothing was changed in it"
             )
-        (self.salt,) = connection.execute("SELECT salt FROM about").fetchone()
+        return version
 
     def close(self) -> None:
-        """Close the file."""
-        self._connection.close()
+        """Close the file, after a change that another thread makes."""
+        with self._lock:
+            self._connection.close()
 
     @contextlib.contextmanager
     def change(self) -> Iterator[None]:
@@ -120,10 +126,11 @@ class LeaseTable:
             self._connection.execute("BEGIN IMMEDIATE")
             try:
                 yield
+                self._connection.execute("COMMIT")
             except BaseException:
-                self._connection.execute("ROLLBACK")
+                if self._connection.in_transaction:  # SQLite undoes some changes that fail by itself
+                    self._connection.execute("ROLLBACK")
                 raise
-            self._connection.execute("COMMIT")
 
     @contextlib.contextmanager
     def _translated(self) -> Iterator[None]:
@@ -177,7 +184,11 @@ class LeaseTable:
         ]
 
     def forget(self, rollout_id: str) -> None:
-        """Forget the generations of a rollout that is over for good and has no row."""
+        """Forget the generations of a rollout that is over for good and has no row.
+
+        A table keeps one number for every rollout that it ever had, until this is called. A rollout of the same name
+        that is started afterwards would begin with an id that was given before.
+        """
         with self.change():
             self._connection.execute(
                 "DELETE FROM generations WHERE rollout_id = ?1 AND NOT EXISTS "
