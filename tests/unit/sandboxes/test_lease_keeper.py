@@ -197,6 +197,21 @@ def test_a_snapshot_of_a_sandbox_that_ended_with_an_error_keeps_its_name(tmp_pat
     rig.run(scenario)
 
 
+def test_files_are_kept_even_if_an_earlier_call_wrote_their_name_and_was_stopped_before_it_kept_them(tmp_path):
+    rig = Rig(tmp_path, plan={("snapshot", 1): Hang()})
+
+    async def scenario() -> None:
+        held = await rig.started()
+        await rig.keeper.suspend(held.claim)
+        assert await rig.keeper.to_disk(1) == 0
+        assert (rig.row().snapshots, await rig.provider.snapshots()) == ((snapshot_id_of(held.claim.sandbox_id),), ())
+        await rig.keeper.suspend(held.claim, keep_memory=False)
+        assert len(await rig.provider.snapshots()) == 1
+        assert await (await rig.keeper.resume("r")).sandbox.read("/state") == b"r"
+
+    rig.run(scenario)
+
+
 def test_a_sandbox_stays_at_work_until_the_last_call_on_it_has_ended(tmp_path):
     rig = Rig(tmp_path)
     calls: Any = rig.provider

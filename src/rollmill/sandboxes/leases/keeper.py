@@ -6,11 +6,11 @@ round: the provider hears of it first, so that a row never promises what nobody 
 | wait | ends after |
 |---|---|
 | for the provider to make, find, suspend, renew, resume or end a sandbox | `call_s` each |
-| for another call of this process that keeps the same sandbox's files | `call_s` |
+| for another call of this process that suspends the same sandbox | `call_s` |
 | for the table | its `busy_s` |
 
-Whatever is killed in between, a sweep makes table and provider agree. The calls on one sandbox that keep its files wait
-for each other; no other lock is held across a call to the provider.
+Whatever is killed in between, a sweep makes table and provider agree. The calls that suspend one and the same sandbox
+wait for each other; no lock is held across a call to the provider otherwise.
 """
 
 from __future__ import annotations
@@ -206,11 +206,11 @@ class Keeper:
             if not keep_memory:
                 await self._means.keep_files(claim, full=full)
                 return
-            await self._means.settled(claim.sandbox_id)
-            if await self._means.is_stored(claim):
-                await self._means.suspended(claim)
-            else:
-                await self._pause(claim)
+            async with self._means.alone(claim.sandbox_id):
+                if await self._means.is_stored(claim):
+                    await self._means.suspended(claim)
+                else:
+                    await self._pause(claim)
 
     async def _pause(self, claim: Claim) -> None:
         """Pause a sandbox, and have its provider keep it for as long as its row is about to say."""

@@ -3,7 +3,7 @@
 | wait | ends after |
 |---|---|
 | for one call to the provider | `call_s` |
-| for another call of this process that keeps the same sandbox's files | `call_s` |
+| for another call of this process that suspends the same sandbox | `call_s` |
 | for the table | its `busy_s` |
 """
 
@@ -52,7 +52,7 @@ class Means:
         self.table, self.provider, self.settings, self.owner = table, provider, settings, owner
         self._clock, self._in_thread = clock, in_thread
         self._at_work: Counter[str] = Counter()
-        self._storing: dict[str, asyncio.Future[None]] = {}
+        self._suspending: dict[str, asyncio.Future[None]] = {}
 
     def now_s(self) -> float:
         """Return the time, since the epoch."""
@@ -95,24 +95,28 @@ class Means:
                 del self._at_work[sandbox_id]
 
     async def settled(self, sandbox_id: str) -> None:
-        """Wait until no call of this process keeps a sandbox's files.
+        """Wait until no call of this process suspends a sandbox.
 
         Raises:
             DeadlineExceeded: after `call_s`.
         """
-        async with self.in_time("snapshot that another call asked for", sandbox_id):
-            while (storing := self._storing.get(sandbox_id)) is not None:
-                await asyncio.wait([storing])
+        async with self.in_time("suspension that another call asked for", sandbox_id):
+            while (suspending := self._suspending.get(sandbox_id)) is not None:
+                await asyncio.wait([suspending])
 
     @contextlib.asynccontextmanager
-    async def _alone(self, sandbox_id: str) -> AsyncIterator[None]:
-        """Let one call at a time keep a sandbox's files: the one that came second would find it ended."""
+    async def alone(self, sandbox_id: str) -> AsyncIterator[None]:
+        """Let one call at a time suspend a sandbox: the one that came second would find it ended, or stop it halfway.
+
+        Raises:
+            DeadlineExceeded: if another call is not done after `call_s`.
+        """
         await self.settled(sandbox_id)
-        done = self._storing[sandbox_id] = asyncio.get_running_loop().create_future()
+        done = self._suspending[sandbox_id] = asyncio.get_running_loop().create_future()
         try:
             yield
         finally:
-            del self._storing[sandbox_id]
+            del self._suspending[sandbox_id]
             done.set_result(None)
 
     @contextlib.asynccontextmanager
@@ -192,14 +196,14 @@ class Means:
 
     async def keep_files(self, claim: Claim, *, full: bool = False) -> None:
         """Suspend a rollout as its files, unless it is already."""
-        async with self._alone(claim.sandbox_id):
+        async with self.alone(claim.sandbox_id):
             if not await self.is_stored(claim):
                 await self._store(claim, full=full)
             await self.suspended(claim)
 
     async def move(self, claim: Claim) -> bool:
         """Keep of what is suspended the files alone; return whether that was not so already."""
-        async with self._alone(claim.sandbox_id):
+        async with self.alone(claim.sandbox_id):
             if await self.is_stored(claim):
                 return False
             await self._store(claim)
