@@ -449,7 +449,9 @@ def unsettled(before: Iterable[Row], after: Iterable[Row]) -> frozenset[str]:
 
 def is_on(step: Step, busy: frozenset[str]) -> bool:
     """Return whether a step is on one of these sandboxes, or on a snapshot of one."""
-    return step.sandbox_id in busy or any(snapshot_id_of(one) == step.sandbox_id for one in busy)
+    if step.act is Act.DELETE_ORPHAN:
+        return any(snapshot_id_of(one) == step.sandbox_id for one in busy)
+    return step.sandbox_id in busy
 
 
 def failed(step: Step, error: BaseException) -> Step:
