@@ -205,7 +205,9 @@ async def test_kill_9_of_one_of_three_under_load_loses_no_request_and_changes_no
             assert list(turn.result().output_ids) == list((await expected(one)).output_ids)
             assert turn.result().stop_reason is StopReason.LENGTH
         forwarder = router.service.forwarder
-        assert (forwarder.moved if keep_tokens else forwarder.retried) == 8
+        # Which of the eight had a token by then is the machine's choice; one that had none has nothing to move.
+        assert forwarder.retried == 8
+        assert 0 < forwarder.moved <= 8 if keep_tokens else forwarder.moved == 0
         assert states(router.service.status_message()).count("serving") == 2
         router.service.law.validate()
 
