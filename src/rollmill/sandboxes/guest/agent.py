@@ -12,12 +12,14 @@ traced or read from inside: the kernel shields the first process of a namespace 
 
 from __future__ import annotations
 
+import _socket
 import errno
 import json
 import os
 import select
 import signal
 import socket
+import struct
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -50,11 +52,11 @@ class Agent:
 
     def __init__(
         self,
-        connection: socket.socket,
+        connection: _socket.socket,
         *,
         all_users: bool,
         limits: dict[str, Any],
-        zygote: socket.socket,
+        zygote: _socket.socket,
         written: int,
     ) -> None:
         self._connection = connection
@@ -489,7 +491,7 @@ class Agent:
             self._on_child(0)
 
     def _hand_out(self) -> None:
-        socket.send_fds(self._zygote, [b"layer"], [self._written])
+        self._zygote.sendmsg([b"layer"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("i", self._written))])
 
     def _end_all(self) -> None:
         """End every process but this one, and take leave of each."""

@@ -14,6 +14,7 @@ import platform
 import struct
 from collections.abc import Iterator
 
+CLONE_FS, CLONE_FILES, CLONE_PARENT = 0x00000200, 0x00000400, 0x00008000
 CLONE_NEWNS = 0x00020000
 CLONE_NEWCGROUP = 0x02000000
 CLONE_NEWUTS = 0x04000000
@@ -116,16 +117,18 @@ def clone(flags: int, *, group: int = -1) -> int:
     has none, and they write to 0.7 MB of pages that the child would share otherwise.
 
     Args:
-        flags: the namespaces.
+        flags: the namespaces, and what else is to be new or shared. With `CLONE_PARENT` the child is one of the caller's
+            own parent, which it tells of its end as the caller does of its.
         group: directory of a version 2 control group that the child is born in; a process that enters one later waits
             for a grace period of the kernel, ten milliseconds and more.
     """
     # One clone with all namespaces at once: the others then belong to the new user namespace.
+    told = 0 if flags & CLONE_PARENT else SIGCHLD
     if group < 0:
         number = _OLD_CALLS.get(machine(), {}).get("clone", -1)
-        pid = _libc.syscall(ctypes.c_long(number), ctypes.c_ulong(flags | SIGCHLD), None, None, None, None)
+        pid = _libc.syscall(ctypes.c_long(number), ctypes.c_ulong(flags | told), None, None, None, None)
     else:
-        words = struct.pack("11Q", flags | _CLONE_INTO_CGROUP, 0, 0, 0, SIGCHLD, 0, 0, 0, 0, 0, group)
+        words = struct.pack("11Q", flags | _CLONE_INTO_CGROUP, 0, 0, 0, told, 0, 0, 0, 0, 0, group)
         number = _NEW_CALLS["clone3"]
         pid = _libc.syscall(ctypes.c_long(number), ctypes.c_char_p(words), ctypes.c_long(len(words)))
     if pid < 0:

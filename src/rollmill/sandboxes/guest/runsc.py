@@ -79,8 +79,8 @@ class RunscZygote(Zygote):
             raise OSError(errno.ENOENT, f"the image {name} of a sandbox's memory is not held any more")
         return self._memories[name]
 
-    def _become(self, plan: dict[str, Any], *, agent: socket.socket, gate: socket.socket) -> None:
-        become_sandbox(plan, agent=agent, gate=gate)
+    def _become(self, agent: int, gate: int) -> None:
+        become_sandbox(agent, gate)
 
     def _layer_of(self, child: Child) -> list[int]:
         written = self._written.get(child.descriptor)
@@ -128,21 +128,24 @@ class RunscZygote(Zygote):
         super()._bury(child)
 
 
-def become_sandbox(plan: dict[str, Any], *, agent: socket.socket, gate: socket.socket) -> NoReturn:
-    """Set this process up as the first of a sandbox, start the runtime in it, and serve the zygote; never returns."""
+def become_sandbox(agent: int, gate: int) -> NoReturn:
+    """Set this process up as the first of a sandbox, start the runtime in it, and serve the zygote; never returns.
+
+    Args:
+        agent: descriptor of the socket to the owner.
+        gate: descriptor of the one to the zygote.
+    """
     step = setup.Step()
+    owner = socket.socket(fileno=agent)
     try:
-        supervisor = _set_up(plan, agent=agent, gate=gate, step=step)
+        supervisor = _set_up(owner, socket.socket(fileno=gate), step)
     except BaseException as error:  # whatever it was, the owner must hear of it: this process has nobody else
-        number = error.errno if isinstance(error, OSError) else 0
-        detail = {"step": step.name, "errno": number or 0, "message": f"{type(error).__name__}: {error}"}
-        setup.say(agent, {"op": "failed", **detail})
-        os._exit(1)
+        setup.fail(owner, step, error)
     supervisor.serve()
 
 
-def _set_up(plan: dict[str, Any], *, agent: socket.socket, gate: socket.socket, step: setup.Step) -> _Supervisor:
-    trees = setup.enter(plan, agent=agent, gate=gate, step=step)
+def _set_up(agent: socket.socket, gate: socket.socket, step: setup.Step) -> _Supervisor:
+    plan, trees = setup.enter(agent.fileno(), gate, step=step)
     step.name = "mount the root"
     path, written = root.build_for_runtime(plan, root.Trees(trees))
     for hidden in plan["hidden"]:

@@ -1,62 +1,70 @@
-"""How a fresh clone of the zygote becomes a sandbox: from new namespaces to an agent without privileges.
+"""How a fresh clone becomes a sandbox: from new namespaces to an agent without privileges.
 
 The order matters. What needs privileges over the new namespaces comes first; then those are given up, and from the
 seccomp filter on nothing of this process can be undone, by itself or by its children.
+
+Each page of memory that this process writes to is one that it no longer shares with all the other sandboxes, and keeps
+for its life. So most of the work is done by a second process in the same namespaces, with the same descriptors and the
+same root, which ends before the first one gives its privileges up.
 """
 
 from __future__ import annotations
 
+import _signal
+import _socket
 import errno
 import fcntl
+import marshal
 import os
 import resource
 import signal
 import socket
 import struct
-from typing import Any
+from typing import Any, NoReturn
 
 from rollmill.sandboxes.guest import kernel, landlock, root, seccomp
 from rollmill.sandboxes.guest.agent import Agent
 from rollmill.sandboxes.guest.frames import encode
 
 _SIOCGIFFLAGS, _SIOCSIFFLAGS, _IFF_UP = 0x8913, 0x8914, 1
-_SETTLED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD)
-GO, GO_UNMAPPED = b"go", b"go unmapped"
+_SETTLED_SIGNALS = tuple(map(int, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD)))
+_DEFAULT = int(signal.SIG_DFL)
+_MOST_PLAN_BYTES = 512 * 1024
+_ROOM = socket.CMSG_SPACE(4 * 253)  # the kernel's bound on descriptors of one message
+_CLOSED = int(socket.MSG_CMSG_CLOEXEC)
+_SAID = 3
 OWNERS_NOT_MAPPED = "owners_not_mapped"
 
 
 class Step:
-    """Names the step that failed, for the one message that its owner gets; and what a step left for later."""
+    """Names the step that failed, for the one message that its owner gets."""
 
     name = "start"
-    written = -1
 
 
-def become_sandbox(plan: dict[str, Any], *, agent: socket.socket, gate: socket.socket) -> None:
+def become_sandbox(agent: int, gate: int) -> NoReturn:
     """Set this process up as a sandbox and serve it; never returns.
 
     Args:
-        plan: what `build` takes, and `limits`, `held`, `seccomp`, `landlock`, `trees` and `lent` (names of what comes
-            through the gate).
-        agent: where the owner talks to the agent.
-        gate: where the zygote says when ids and groups are in place, with descriptors of the host's directories and
-            of layers; later the agent hands its own layer out there.
+        agent: descriptor of the socket where the owner talks to the agent.
+        gate: descriptor of that where the zygote sends the plan when ids and groups are in place, with descriptors of
+            the host's directories and of layers; later the agent hands its own layer out there. The plan is what
+            `build` takes, and `limits`, `held`, `seccomp`, `landlock`, `entrances` (the number of descriptors that come
+            first), `trees` and `lent` (names of the further ones) and `owners_mapped`.
     """
     step = Step()
+    owner = _socket.socket(socket.AF_UNIX, socket.SOCK_STREAM, 0, agent)
+    zygote = _socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET, 0, gate)
+    written = max(agent, gate) + 1
     try:
-        protections = _set_up(plan, agent=agent, gate=gate, step=step)
+        plan, protections = _set_up(owner, zygote, step, written=written)
     except BaseException as error:  # whatever it was, the owner must hear of it: this process has nobody else
-        number = error.errno if isinstance(error, OSError) else 0
-        detail = {"step": step.name, "errno": number or 0, "message": f"{type(error).__name__}: {error}"}
-        say(agent, {"op": "failed", **detail})
-        os._exit(1)
-    agent.setblocking(False)
-    Agent(agent, all_users=plan["all_users"], limits=plan["limits"], zygote=gate, written=step.written).serve(
-        protections
-    )
+        fail(owner, step, error)
+    owner.setblocking(False)
+    Agent(owner, all_users=plan["all_users"], limits=plan["limits"], zygote=zygote, written=written).serve(protections)
 
 
-def say(agent: socket.socket, head: dict[str, Any]) -> None:
+def say(agent: _socket.socket, head: dict[str, Any]) -> None:
     """Say something to the owner while there is no agent yet."""
     try:
         agent.sendall(encode(head))
@@ -64,28 +72,69 @@ def say(agent: socket.socket, head: dict[str, Any]) -> None:
         os._exit(1)  # the owner is gone: nobody to tell
 
 
-def _set_up(plan: dict[str, Any], *, agent: socket.socket, gate: socket.socket, step: Step) -> list[str]:
-    trees = enter(plan, agent=agent, gate=gate, step=step)
-    step.name = "bring the loopback up"
-    _loopback_up()
-    step.name = "mount the root"
-    step.written = root.build(plan, root.Trees(trees))
-    # The last two are for the day when this sandbox's files become a layer of others.
-    kernel.close_all_except((0, 1, 2, agent.fileno(), gate.fileno(), step.written))
-    agent.set_inheritable(False)
-    step.name = "set limits"
-    _set_limits(plan)
-    return ["namespaces", "user_namespace", "no_network", "no_nested_namespaces", *_give_up(plan, step)]
+def fail(agent: _socket.socket, step: Step, error: BaseException) -> NoReturn:
+    """Tell the owner why there will be no sandbox, and end."""
+    number = error.errno if isinstance(error, OSError) else 0
+    detail = {"step": step.name, "errno": number or 0, "message": f"{type(error).__name__}: {error}"}
+    say(agent, {"op": "failed", **detail})
+    os._exit(_SAID)
 
 
-def enter(plan: dict[str, Any], *, agent: socket.socket, gate: socket.socket, step: Step) -> dict[str, int]:
-    """Take the place that the zygote made: its groups, its ids, its host name; return what came through the gate."""
+def _set_up(
+    agent: _socket.socket, gate: _socket.socket, step: Step, *, written: int
+) -> tuple[dict[str, Any], list[str]]:
+    plan, trees = enter(agent.fileno(), gate, step=step)
+    step.name = "build the sandbox"
+    pid = kernel.clone(kernel.CLONE_FILES | kernel.CLONE_FS)
+    if pid == 0:
+        _build(plan, trees, agent, gate, written=written)
+    _, status = os.waitpid(pid, 0)
+    if status == _SAID << 8:
+        os._exit(_SAID)
+    if status != 0:
+        raise OSError(errno.ECHILD, f"the process that builds it ended by signal {status & 0x7F}")
+    os.set_inheritable(agent.fileno(), False)
+    return plan, ["namespaces", "user_namespace", "no_network", "no_nested_namespaces", *_give_up(plan, step)]
+
+
+def _build(
+    plan: dict[str, Any], trees: dict[str, int], agent: _socket.socket, gate: _socket.socket, *, written: int
+) -> NoReturn:
+    """Make all that needs no change of the first process itself, and end: it keeps none of the memory that this takes.
+
+    What this opens stays open for the first process, with which it shares its descriptors, its root and its directory.
+    """
+    step = Step()
+    try:
+        kernel.die_with_parent()
+        step.name = "bring the loopback up"
+        _loopback_up()
+        step.name = "mount the root"
+        made = root.build(plan, root.Trees(trees))
+        # The last two are for the day when this sandbox's files become a layer of others.
+        kernel.close_all_except((0, 1, 2, agent.fileno(), gate.fileno(), made))
+        if made != written:
+            os.dup2(made, written, inheritable=False)
+            os.close(made)
+        step.name = "set limits"
+        _set_limits(plan, os.getppid())
+    except BaseException as error:  # as in the first process
+        fail(agent, step, error)
+    os._exit(0)
+
+
+def enter(agent: int, gate: _socket.socket, *, step: Step) -> tuple[dict[str, Any], dict[str, int]]:
+    """Take the place that the zygote made: its groups, its ids, its host name.
+
+    Returns:
+        The plan, and the descriptors that came with it, by name.
+    """
     step.name = "wait for the zygote"
     kernel.die_with_parent()
     for number in _SETTLED_SIGNALS:
-        signal.signal(number, signal.SIG_DFL)
-    signal.set_wakeup_fd(-1)
-    trees = _wait_for_gate(plan, gate, agent)
+        _signal.signal(number, _DEFAULT)
+    _signal.set_wakeup_fd(-1)
+    plan, trees = _wait_for_gate(gate, agent)
     _silence()
     step.name = "take the ids of the user namespace"
     if plan["all_users"]:
@@ -98,8 +147,8 @@ def enter(plan: dict[str, Any], *, agent: socket.socket, gate: socket.socket, st
     kernel.unshare(kernel.CLONE_NEWCGROUP)
     os.umask(0o022)
     step.name = "name the host"
-    socket.sethostname(plan["name"])
-    return trees
+    _socket.sethostname(plan["name"])
+    return plan, trees
 
 
 def _give_up(plan: dict[str, Any], step: Step) -> list[str]:
@@ -122,19 +171,19 @@ def _give_up(plan: dict[str, Any], step: Step) -> list[str]:
     return held
 
 
-def _wait_for_gate(plan: dict[str, Any], gate: socket.socket, agent: socket.socket) -> dict[str, int]:
-    kernel.close_all_except((0, 1, 2, gate.fileno(), agent.fileno()))
-    trees = [*plan["trees"], *plan["lent"]]
-    expected = plan["entrances"] + len(trees)
-    message, descriptors, _, _ = socket.recv_fds(gate, 16, expected + 1)
-    if message not in (GO, GO_UNMAPPED) or len(descriptors) != expected:
+def _wait_for_gate(gate: _socket.socket, agent: int) -> tuple[dict[str, Any], dict[str, int]]:
+    kernel.close_all_except((0, 1, 2, gate.fileno(), agent))
+    message, ancillary, _, _ = gate.recvmsg(_MOST_PLAN_BYTES, _ROOM, _CLOSED)
+    if not message:
         raise OSError(errno.EPIPE, "the zygote ended before this sandbox was set up")
-    if message == GO_UNMAPPED:
+    plan: dict[str, Any] = marshal.loads(message)  # by the same interpreter, and of our own making
+    descriptors = [one for _, _, data in ancillary for one in memoryview(data).cast("i")]
+    if not plan["owners_mapped"]:
         plan["held"].append(OWNERS_NOT_MAPPED)
     for entrance in descriptors[: plan["entrances"]]:
         os.write(entrance, b"0")  # this process
         os.close(entrance)
-    return dict(zip(trees, descriptors[plan["entrances"] :], strict=True))
+    return plan, dict(zip((*plan["trees"], *plan["lent"]), descriptors[plan["entrances"] :], strict=True))
 
 
 def _silence() -> None:
@@ -145,7 +194,7 @@ def _silence() -> None:
     os.close(null)
 
 
-def _check_zygote(gate: socket.socket) -> None:
+def _check_zygote(gate: _socket.socket) -> None:
     """Notice a zygote that ended before the kernel was told to kill this process with it."""
     gate.setblocking(False)
     try:
@@ -162,8 +211,8 @@ def _loopback_up() -> None:
         fcntl.ioctl(probe, _SIOCSIFFLAGS, struct.pack("16sH14x", b"lo", flags | _IFF_UP))
 
 
-def _set_limits(plan: dict[str, Any]) -> None:
-    """Set limits per process and, inside this user namespace, processes per user."""
+def _set_limits(plan: dict[str, Any], pid: int) -> None:
+    """Set another process's limits per process and, inside this user namespace, processes per user."""
     limits = plan["limits"]
     chosen = {
         # One above the group's bound, where there is one: the group then refuses first, and counts what it refuses.
@@ -178,6 +227,6 @@ def _set_limits(plan: dict[str, Any]) -> None:
         resource.RLIMIT_SIGPENDING: 4096,
     }
     for kind, value in chosen.items():
-        _, most = resource.getrlimit(kind)
+        _, most = resource.prlimit(pid, kind)
         value = value if most == resource.RLIM_INFINITY else min(value, most)
-        resource.setrlimit(kind, (value, value))
+        resource.prlimit(pid, kind, (value, value))

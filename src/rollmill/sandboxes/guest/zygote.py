@@ -1,7 +1,7 @@
-"""The zygote: a tiny process that clones itself into sandboxes, watches them and cleans up after them.
+"""The zygote: a tiny process that has sandboxes cloned from itself, watches them and cleans up after them.
 
-One per provider, single-threaded, and forked from by every sandbox: so it holds nothing worth stealing, and each
-sandbox begins by closing every descriptor. It ends when told to, or when its owner has ended, which it sees by a
+One per provider, single-threaded, and every sandbox's memory begins as its: so it holds nothing worth stealing, and
+each sandbox begins by closing every descriptor. The clones are made by its template, which is what it was at its start. It ends when told to, or when its owner has ended, which it sees by a
 process descriptor rather than by the end of a stream that somebody else may hold open. With it end all its sandboxes.
 
     who waits for what
@@ -16,6 +16,7 @@ from __future__ import annotations
 import errno
 import gc
 import json
+import marshal
 import os
 import resource
 import select
@@ -28,7 +29,8 @@ from typing import Any, NamedTuple
 
 from rollmill.sandboxes.guest import kernel, root, seccomp
 from rollmill.sandboxes.guest.cgroups import MEMORY, Caps, Groups
-from rollmill.sandboxes.guest.setup import GO, GO_UNMAPPED, become_sandbox
+from rollmill.sandboxes.guest.setup import become_sandbox
+from rollmill.sandboxes.guest.template import Template
 
 _MOST_ORDER_BYTES = 256 * 1024
 _MOST_LAYERS = 128
@@ -82,6 +84,7 @@ class Zygote:
         self._asked: dict[int, Callable[[dict[str, Any], list[int]], None]] = {}
         self._number = 0
         self._births = True
+        self._template: Template | None = Template(_NAMESPACES, self._become)
         self._parked: set[str] = set()
         self._poll = select.poll()
         self._poll.register(control, select.POLLIN)
@@ -89,6 +92,8 @@ class Zygote:
 
     def serve(self) -> None:
         """Serve until told to quit or until the owner has ended; then end every sandbox."""
+        if self._template is not None:
+            self._template.start()
         while self._turn():
             pass
         self._end_all()
@@ -154,9 +159,9 @@ class Zygote:
         """Return the layer that a sandbox has handed out, as one descriptor."""
         return _take_layer(child.gate)
 
-    def _become(self, plan: dict[str, Any], *, agent: socket.socket, gate: socket.socket) -> None:
-        """Turn a fresh clone into a sandbox."""
-        become_sandbox(plan, agent=agent, gate=gate)
+    def _become(self, agent: int, gate: int) -> None:
+        """Turn a fresh clone into a sandbox; does not return."""
+        become_sandbox(agent, gate)
 
     def _say(self, message: dict[str, Any]) -> None:
         try:
@@ -310,7 +315,7 @@ class Zygote:
         try:
             entrances = groups.open_entrances(born_inside=home >= 0)
             plan["entrances"] = len(entrances)
-            pid = kernel.clone(_NAMESPACES, group=home)
+            pid = self._born(agent.fileno(), theirs.fileno(), group=home)
         except OSError as error:
             for one in (ours.detach(), theirs.detach(), *entrances):
                 os.close(one)
@@ -321,9 +326,6 @@ class Zygote:
         finally:
             if home >= 0:
                 os.close(home)
-        if pid == 0:
-            self._become(plan, agent=agent, gate=theirs)
-            os._exit(1)
         theirs.close()
         try:
             descriptor = os.pidfd_open(pid)
@@ -336,9 +338,9 @@ class Zygote:
         child = Child(order["id"], pid, descriptor, groups, order["record"], ours)
         try:
             _map_ids(pid, base=order["id_base"])
-            trees, mapped = _open_trees(plan, pid)
+            trees, plan["owners_mapped"] = _open_trees(plan, pid)
             entrances += trees
-            socket.send_fds(ours, [GO if mapped else GO_UNMAPPED], [*entrances, *lent])
+            socket.send_fds(ours, [marshal.dumps(plan)], [*entrances, *lent])
         except OSError:
             signal.pidfd_send_signal(child.descriptor, signal.SIGKILL)
             os.waitpid(pid, 0)
@@ -349,6 +351,25 @@ class Zygote:
             for one in entrances:
                 os.close(one)
         return child
+
+    def _born(self, agent: int, gate: int, *, group: int) -> int:
+        """Return the process id of a fresh clone, from the template, or from this process where that may not be."""
+        refused: OSError | None = None
+        if self._template is not None:
+            try:
+                return self._template.clone(agent, gate, group=group)
+            except OSError as error:
+                if error.errno not in _NO_BIRTHS:
+                    raise
+                refused = error
+        pid = kernel.clone(_NAMESPACES, group=group)
+        if pid == 0:
+            self._become(agent, gate)
+            os._exit(1)
+        if refused is not None and self._template is not None:
+            self._template.end()  # children for one's parent: a container's filter or an older kernel refuses that
+            self._template = None
+        return pid
 
     def _signal(self, sandbox_id: str, number: int) -> None:
         for child in self._children.values():
@@ -380,6 +401,8 @@ class Zygote:
         """End all sandboxes and remove their records: after this nothing of them is left."""
         for child in self._children.values():
             signal.pidfd_send_signal(child.descriptor, signal.SIGKILL)
+        if self._template is not None:
+            self._template.end()
         for child in list(self._children.values()):
             self._bury(child)
         if self._shelf is not None:
