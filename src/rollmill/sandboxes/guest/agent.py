@@ -12,6 +12,7 @@ traced or read from inside: the kernel shields the first process of a namespace 
 
 from __future__ import annotations
 
+import _signal
 import _socket
 import errno
 import json
@@ -36,6 +37,8 @@ _FULL_BYTES, _ROOM_BYTES = 2 * 1024 * 1024, 512 * 1024
 _REMOVED_AT_ONCE = 2000
 _MOST_NAMED = 8
 _MOMENT_S, _LOOK_S = 1.0, 0.002
+# Python's own functions of these modules make enumeration members of what they take and return.
+_SIGCHLD = int(signal.SIGCHLD)
 _EXHAUSTED = (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -76,14 +79,15 @@ class Agent:
         self._woken, wake = os.pipe()
         for one in (self._woken, wake):
             os.set_blocking(one, False)
-        signal.signal(signal.SIGCHLD, lambda *_: None)
-        signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+        _signal.signal(_SIGCHLD, _only_wake)
+        _signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
 
-    def serve(self, protections: list[str]) -> None:
-        """Say what protects the host, then serve until the owner closes; never returns."""
+    def serve(self, ready: bytes) -> None:
+        """Say what protects the host, a frame that was made before, then serve until the owner closes; never returns."""
         self._watch(self._connection.fileno(), select.POLLIN, self._on_connection)
         self._watch(self._woken, select.POLLIN, self._on_child)
-        self._send({"op": "ready", "protections": protections})
+        self._out += ready
+        self._flush()
         while True:
             try:
                 self._turn()
@@ -547,6 +551,10 @@ class Agent:
         "close": _close,
         "layer": _layer,
     }
+
+
+def _only_wake(_: int, __: object) -> None:
+    """Take SIGCHLD: the interpreter has written to the wake-up pipe."""
 
 
 def _shell(wanted: str, path: str) -> list[str]:

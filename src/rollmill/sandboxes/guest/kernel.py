@@ -2,6 +2,9 @@
 
 Decides nothing. Every function raises `OSError` that names the call. The C library is called with the interpreter's
 lock held (`PyDLL`), since everything here runs in single-threaded processes and `clone` must not give the lock away.
+
+What a sandbox's first process calls is found and packed once, by the zygote: each object that it makes or touches costs
+it a page of memory that all sandboxes could share.
 """
 
 from __future__ import annotations
@@ -9,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import functools
 import os
 import platform
 import struct
@@ -48,12 +52,20 @@ _MOVE_MOUNT_F_EMPTY_PATH, _MOVE_MOUNT_T_SYMLINKS = 4, 16
 _RESOLVE_NO_MAGICLINKS, _RESOLVE_NO_SYMLINKS, _RESOLVE_IN_ROOT = 2, 4, 16
 _OPEN_TRIES = 8
 
-_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_SECCOMP, _PR_CAPBSET_DROP = 1, 4, 22, 24
+_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_SECCOMP, _PR_CAPBSET_READ, _PR_CAPBSET_DROP = 1, 4, 22, 23, 24
 _PR_SET_NAME, _PR_SET_NO_NEW_PRIVS, _PR_CAP_AMBIENT = 15, 38, 47
 _PR_CAP_AMBIENT_CLEAR_ALL = 4
 
 _libc = ctypes.PyDLL(None, use_errno=True)
 _libc.syscall.restype = ctypes.c_long
+_libc.unshare.argtypes = [ctypes.c_int]
+_libc.prctl.argtypes = [ctypes.c_int, ctypes.c_ulong, ctypes.c_ulong, ctypes.c_ulong, ctypes.c_ulong]
+_prctl_with_bytes = _libc["prctl"]
+_prctl_with_bytes.argtypes = [ctypes.c_int, ctypes.c_char_p, ctypes.c_ulong, ctypes.c_ulong, ctypes.c_ulong]
+_prctl_seccomp = _libc["prctl"]
+_prctl_seccomp.argtypes = [ctypes.c_int, ctypes.c_ulong, ctypes.c_char_p, ctypes.c_ulong, ctypes.c_ulong]
+_SECCOMP_MODE_FILTER = 2
+_MACHINE = platform.machine()
 
 # Calls of 2019 and later have one number on every architecture; the older ones do not.
 _OLD_CALLS = {
@@ -75,7 +87,7 @@ _NEW_CALLS = {
 
 def machine() -> str:
     """Return the architecture's name, such as `x86_64`."""
-    return platform.machine()
+    return _MACHINE
 
 
 def syscall(name: str, *arguments: int | bytes | None) -> int:
@@ -104,9 +116,9 @@ def _check(result: int, what: str) -> None:
         raise _error(what)
 
 
-def _prctl(option: int, *arguments: int) -> None:
-    padded = [ctypes.c_ulong(one) for one in (*arguments, 0, 0, 0, 0)[:4]]
-    _check(_libc.prctl(option, *padded), f"prctl({option})")
+def _prctl(option: int, first: int = 0, second: int = 0) -> None:
+    if _libc.prctl(option, first, second, 0, 0) != 0:
+        raise _error(f"prctl({option})")
 
 
 def clone(flags: int, *, group: int = -1) -> int:
@@ -157,7 +169,8 @@ def pivot_root_here() -> None:
 
 def unshare(flags: int) -> None:
     """Leave some namespaces for new ones."""
-    _check(_libc.unshare(ctypes.c_int(flags)), f"unshare({flags:#x})")
+    if _libc.unshare(flags) != 0:
+        raise _error(f"unshare({flags:#x})")
 
 
 def open_tree(path: str, *, recursive: bool = False) -> int:
@@ -282,17 +295,23 @@ def die_with_parent() -> None:
 
 def set_name(name: str) -> None:
     """Set the name that `ps` shows."""
-    _check(_libc.prctl(_PR_SET_NAME, ctypes.c_char_p(name.encode()[:15]), 0, 0, 0), "prctl(name)")
+    _check(_prctl_with_bytes(_PR_SET_NAME, name.encode()[:15], 0, 0, 0), "prctl(name)")
 
 
 def hide_command_line(name: str) -> None:
     """Overwrite this process's command line, which every sandbox would show: it names paths of the host."""
-    with open("/proc/self/stat", "rb") as stream:
-        fields = stream.read().rpartition(b")")[2].split()
-    first, last = int(fields[45]), int(fields[46])  # arg_start and arg_end
+    first, last = _command_line()
     text = name.encode()[: max(0, last - first - 1)]
     ctypes.memset(first, 0, last - first)
     ctypes.memmove(first, text, len(text))
+
+
+@functools.cache
+def _command_line() -> tuple[int, int]:
+    """Return where it begins and ends; a clone has it at the same place."""
+    with open("/proc/self/stat", "rb") as stream:
+        fields = stream.read().rpartition(b")")[2].split()
+    return int(fields[45]), int(fields[46])  # arg_start and arg_end
 
 
 def set_dumpable(dumpable: bool) -> None:
@@ -305,11 +324,20 @@ def set_no_new_privileges() -> None:
     _prctl(_PR_SET_NO_NEW_PRIVS, 1)
 
 
-def install_filter(program: bytes) -> None:
-    """Install a seccomp filter: `program` is an array of `struct sock_filter`."""
+@functools.cache
+def prepared_filter(program: bytes) -> bytes:
+    """Return a seccomp filter, an array of `struct sock_filter`, as the kernel takes it; it stays in memory for good."""
     buffer = ctypes.create_string_buffer(program, len(program))
-    header = struct.pack("HxxxxxxP", len(program) // 8, ctypes.addressof(buffer))
-    _check(_libc.prctl(_PR_SET_SECCOMP, ctypes.c_ulong(2), ctypes.c_char_p(header), 0, 0), "prctl(seccomp)")
+    _FILTERS.append(buffer)
+    return struct.pack("HxxxxxxP", len(program) // 8, ctypes.addressof(buffer))
+
+
+_FILTERS: list[object] = []
+
+
+def install_filter(program: bytes) -> None:
+    """Install a seccomp filter."""
+    _check(_prctl_seccomp(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, prepared_filter(program), 0, 0), "prctl(seccomp)")
 
 
 # What is left to root inside a sandbox: to own, read, hand out and signal what is the sandbox's.
@@ -319,17 +347,29 @@ _MOST_CAPABILITIES = 64
 _CAPABILITY_VERSION_3 = 0x20080522
 
 
-def keep_capabilities(kept: tuple[int, ...] = KEPT_CAPABILITIES) -> None:
-    """Drop every capability but these, from the process and from what an exec may give back."""
-    for number in range(_MOST_CAPABILITIES):
-        if number not in kept:
-            try:
-                _prctl(_PR_CAPBSET_DROP, number)
-            except OSError as error:
-                if error.errno != 22:
-                    raise
-                break  # the kernel knows no capability with this number
-    _prctl(_PR_CAP_AMBIENT, _PR_CAP_AMBIENT_CLEAR_ALL)
+@functools.cache
+def _dropped(kept: tuple[int, ...]) -> tuple[tuple[int, ...], bytes, bytes]:
+    """Return the capabilities of this kernel that are not kept, and what `capset` takes."""
+    known: list[int] = []
+    while len(known) < _MOST_CAPABILITIES and _libc.prctl(_PR_CAPBSET_READ, len(known), 0, 0, 0) >= 0:
+        known.append(len(known))
     mask = sum(1 << number for number in kept)
     header = struct.pack("Ii", _CAPABILITY_VERSION_3, 0)
-    syscall("capset", header, struct.pack("IIIIII", mask, mask, 0, 0, 0, 0))
+    return tuple(one for one in known if one not in kept), header, struct.pack("IIIIII", mask, mask, 0, 0, 0, 0)
+
+
+def keep_capabilities(kept: tuple[int, ...] = KEPT_CAPABILITIES) -> None:
+    """Drop every capability but these, from the process and from what an exec may give back."""
+    dropped, header, words = _dropped(kept)
+    for number in dropped:
+        _prctl(_PR_CAPBSET_DROP, number)
+    _prctl(_PR_CAP_AMBIENT, _PR_CAP_AMBIENT_CLEAR_ALL)
+    syscall("capset", header, words)
+
+
+def prepare(program: bytes | None) -> None:
+    """Find out and pack, in the zygote, what its clones need to give their privileges up."""
+    _dropped(KEPT_CAPABILITIES)
+    _command_line()
+    if program is not None:
+        prepared_filter(program)

@@ -34,27 +34,40 @@ def handled_rights(abi: int) -> int:
     return (1 << _RIGHTS_BY_ABI[min(abi, max(_RIGHTS_BY_ABI))]) - 1
 
 
-def restrict(root: str) -> bool:
-    """Restrict this process and its children to `root`; `False` if the kernel has no Landlock.
+def rules(root: str) -> int:
+    """Return a descriptor of the rules that hold a process and its children below `root`; -1 without Landlock.
 
     Raises:
         OSError: if the kernel has Landlock and refuses the rules.
     """
     abi = version()
     if abi < 1:
-        return False
+        return -1
     handled = handled_rights(abi)
     attributes = struct.pack("QQ", handled, 0) if abi >= 4 else struct.pack("Q", handled)
     if abi >= _SCOPE_ABI:
         attributes = struct.pack("QQQ", handled, 0, _SCOPE_ABSTRACT_SOCKETS | _SCOPE_SIGNALS)
-    rules = kernel.syscall("landlock_create_ruleset", attributes, len(attributes), 0)
+    made = kernel.syscall("landlock_create_ruleset", attributes, len(attributes), 0)
     directory = os.open(root, os.O_PATH | os.O_CLOEXEC)
     try:
         allowed = struct.pack("=Qi", handled & ~(_MAKE_CHAR | _MAKE_BLOCK), directory)
         buffer = ctypes.create_string_buffer(allowed, len(allowed))
-        kernel.syscall("landlock_add_rule", rules, _RULE_PATH_BENEATH, ctypes.addressof(buffer), 0)
-        kernel.syscall("landlock_restrict_self", rules, 0)
+        kernel.syscall("landlock_add_rule", made, _RULE_PATH_BENEATH, ctypes.addressof(buffer), 0)
+    except OSError:
+        os.close(made)
+        raise
     finally:
         os.close(directory)
-        os.close(rules)
-    return True
+    return made
+
+
+def restrict(made: int) -> None:
+    """Restrict this process and its children by rules, and close them.
+
+    Raises:
+        OSError: if the kernel refuses them.
+    """
+    try:
+        kernel.syscall("landlock_restrict_self", made, 0)
+    finally:
+        os.close(made)

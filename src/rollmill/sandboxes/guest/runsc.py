@@ -145,7 +145,10 @@ def become_sandbox(agent: int, gate: int) -> NoReturn:
 
 
 def _set_up(agent: socket.socket, gate: socket.socket, step: setup.Step) -> _Supervisor:
-    plan, trees = setup.enter(agent.fileno(), gate, step=step)
+    plan, descriptors = setup.enter(agent.fileno(), gate, step=step)
+    trees = setup.trees_of(plan, descriptors)
+    setup.furnish(plan, step)
+    plan["held"] += [] if plan["owners_mapped"] else [setup.OWNERS_NOT_MAPPED]
     step.name = "mount the root"
     path, written = root.build_for_runtime(plan, root.Trees(trees))
     for hidden in plan["hidden"]:

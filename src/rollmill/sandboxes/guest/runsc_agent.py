@@ -41,7 +41,7 @@ class RunscAgent(Agent):
 
     def run(self) -> None:
         """Serve; never returns."""
-        self.serve(self._protections)
+        self.serve(encode({"op": "ready", "protections": self._protections}))
 
     def _flush(self) -> None:
         # While an image is written nothing may be half said: whoever wakes speaks to another owner.

@@ -17,6 +17,7 @@ import fcntl
 import marshal
 import os
 import resource
+import select
 import signal
 import socket
 import struct
@@ -32,7 +33,8 @@ _DEFAULT = int(signal.SIG_DFL)
 _MOST_PLAN_BYTES = 512 * 1024
 _ROOM = socket.CMSG_SPACE(4 * 253)  # the kernel's bound on descriptors of one message
 _CLOSED = int(socket.MSG_CMSG_CLOEXEC)
-_SAID = 3
+_MOST_WORD_BYTES = 64 * 1024
+_SAID, _RULES = 3, 4
 OWNERS_NOT_MAPPED = "owners_not_mapped"
 
 
@@ -55,13 +57,22 @@ def become_sandbox(agent: int, gate: int) -> NoReturn:
     step = Step()
     owner = _socket.socket(socket.AF_UNIX, socket.SOCK_STREAM, 0, agent)
     zygote = _socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET, 0, gate)
-    written = max(agent, gate) + 1
+    places = Places(agent, gate)
     try:
-        plan, protections = _set_up(owner, zygote, step, written=written)
+        plan, ready = _set_up(owner, zygote, step, places=places)
     except BaseException as error:  # whatever it was, the owner must hear of it: this process has nobody else
         fail(owner, step, error)
     owner.setblocking(False)
-    Agent(owner, all_users=plan["all_users"], limits=plan["limits"], zygote=zygote, written=written).serve(protections)
+    served = Agent(owner, all_users=plan["all_users"], limits=plan["limits"], zygote=zygote, written=places.written)
+    served.serve(ready)
+
+
+class Places:
+    """Where the second process leaves what it has opened for the first: the layer, rules, the agent's first word."""
+
+    def __init__(self, agent: int, gate: int) -> None:
+        first = max(agent, gate) + 1
+        self.written, self.rules, self.ready = first, first + 1, first + 2
 
 
 def say(agent: _socket.socket, head: dict[str, Any]) -> None:
@@ -80,62 +91,88 @@ def fail(agent: _socket.socket, step: Step, error: BaseException) -> NoReturn:
     os._exit(_SAID)
 
 
-def _set_up(
-    agent: _socket.socket, gate: _socket.socket, step: Step, *, written: int
-) -> tuple[dict[str, Any], list[str]]:
-    plan, trees = enter(agent.fileno(), gate, step=step)
+def _set_up(agent: _socket.socket, gate: _socket.socket, step: Step, *, places: Places) -> tuple[dict[str, Any], bytes]:
+    plan, descriptors = enter(agent.fileno(), gate, step=step)
     step.name = "build the sandbox"
     pid = kernel.clone(kernel.CLONE_FILES | kernel.CLONE_FS)
     if pid == 0:
-        _build(plan, trees, agent, gate, written=written)
+        _build(plan, descriptors, agent, gate, places)
     _, status = os.waitpid(pid, 0)
     if status == _SAID << 8:
         os._exit(_SAID)
-    if status != 0:
-        raise OSError(errno.ECHILD, f"the process that builds it ended by signal {status & 0x7F}")
+    if status not in (0, _RULES << 8):
+        raise OSError(errno.ECHILD, f"the process that builds it ended with status {status:#x}")
+    ready = os.read(places.ready, _MOST_WORD_BYTES)
+    os.close(places.ready)
     os.set_inheritable(agent.fileno(), False)
-    return plan, ["namespaces", "user_namespace", "no_network", "no_nested_namespaces", *_give_up(plan, step)]
+    _give_up(plan, step, rules=places.rules if status else -1)
+    return plan, ready
 
 
 def _build(
-    plan: dict[str, Any], trees: dict[str, int], agent: _socket.socket, gate: _socket.socket, *, written: int
+    plan: dict[str, Any], descriptors: list[int], agent: _socket.socket, gate: _socket.socket, places: Places
 ) -> NoReturn:
     """Make all that needs no change of the first process itself, and end: it keeps none of the memory that this takes.
 
     What this opens stays open for the first process, with which it shares its descriptors, its root and its directory.
     """
     step = Step()
+    rules = -1
     try:
         kernel.die_with_parent()
+        furnish(plan, step)
         step.name = "bring the loopback up"
         _loopback_up()
         step.name = "mount the root"
-        made = root.build(plan, root.Trees(trees))
-        # The last two are for the day when this sandbox's files become a layer of others.
-        kernel.close_all_except((0, 1, 2, agent.fileno(), gate.fileno(), made))
-        if made != written:
-            os.dup2(made, written, inheritable=False)
-            os.close(made)
+        made = root.build(plan, root.Trees(trees_of(plan, descriptors)))
+        step.name = "restrict files by Landlock"
+        if plan["landlock"]:
+            rules = landlock.rules("/")
+        word = os.memfd_create("ready", os.MFD_CLOEXEC)
+        os.write(word, encode({"op": "ready", "protections": _protections(plan, landlocked=rules >= 0)}))
+        os.lseek(word, 0, os.SEEK_SET)
+        # The layer and the gate are for the day when this sandbox's files become a layer of others.
+        opened = {places.written: made, places.ready: word, **({places.rules: rules} if rules >= 0 else {})}
+        _leave_open(opened, kept=(0, 1, 2, agent.fileno(), gate.fileno()))
         step.name = "set limits"
         _set_limits(plan, os.getppid())
     except BaseException as error:  # as in the first process
         fail(agent, step, error)
-    os._exit(0)
+    os._exit(_RULES if rules >= 0 else 0)
 
 
-def enter(agent: int, gate: _socket.socket, *, step: Step) -> tuple[dict[str, Any], dict[str, int]]:
-    """Take the place that the zygote made: its groups, its ids, its host name.
+def _leave_open(opened: dict[int, int], *, kept: tuple[int, ...]) -> None:
+    """Have descriptors at these numbers, and nothing else but what is kept."""
+    out_of_the_way = {place: fcntl.fcntl(one, fcntl.F_DUPFD_CLOEXEC, max(opened) + 1) for place, one in opened.items()}
+    for place, one in out_of_the_way.items():
+        os.dup2(one, place, inheritable=False)
+    kernel.close_all_except((*kept, *opened))
+
+
+def _protections(plan: dict[str, Any], *, landlocked: bool) -> list[str]:
+    """Return what will protect the host when the first process has given up its privileges; else it says nothing."""
+    words = ["namespaces", "user_namespace", "no_network", "no_nested_namespaces"]
+    words += ["capabilities_dropped", "no_new_privileges", *plan["held"]]
+    if not plan["owners_mapped"]:
+        words.append(OWNERS_NOT_MAPPED)
+    if landlocked:
+        words.append("landlock")
+    if plan["seccomp"] and seccomp.program(kernel.machine()) is not None:
+        words.append("seccomp")
+    return words
+
+
+def enter(agent: int, gate: _socket.socket, *, step: Step) -> tuple[dict[str, Any], list[int]]:
+    """Take the place that the zygote made: its groups and its ids.
 
     Returns:
-        The plan, and the descriptors that came with it, by name.
+        The plan, and the descriptors that came with it.
     """
     step.name = "wait for the zygote"
     kernel.die_with_parent()
     for number in _SETTLED_SIGNALS:
         _signal.signal(number, _DEFAULT)
-    _signal.set_wakeup_fd(-1)
-    plan, trees = _wait_for_gate(gate, agent)
-    _silence()
+    plan, descriptors = _wait_for_gate(gate, agent)
     step.name = "take the ids of the user namespace"
     if plan["all_users"]:
         os.setgroups([])
@@ -145,14 +182,24 @@ def enter(agent: int, gate: _socket.socket, *, step: Step) -> tuple[dict[str, An
     _check_zygote(gate)
     os.setsid()
     kernel.unshare(kernel.CLONE_NEWCGROUP)
+    return plan, descriptors
+
+
+def furnish(plan: dict[str, Any], step: Step) -> None:
+    """Set what a process shares with those of the same namespaces, directory and descriptors."""
+    _silence()
     os.umask(0o022)
     step.name = "name the host"
-    _socket.sethostname(plan["name"])
-    return plan, trees
+    socket.sethostname(plan["name"])
 
 
-def _give_up(plan: dict[str, Any], step: Step) -> list[str]:
-    """Give up privileges; return what now protects the host."""
+def trees_of(plan: dict[str, Any], descriptors: list[int]) -> dict[str, int]:
+    """Return the descriptors of directories and layers by name."""
+    return dict(zip((*plan["trees"], *plan["lent"]), descriptors, strict=True))
+
+
+def _give_up(plan: dict[str, Any], step: Step, *, rules: int) -> None:
+    """Give up privileges."""
     step.name = "drop capabilities"
     kernel.keep_capabilities()
     kernel.set_no_new_privileges()
@@ -160,30 +207,25 @@ def _give_up(plan: dict[str, Any], step: Step) -> list[str]:
     kernel.hide_command_line("sandbox-agent")
     kernel.set_dumpable(False)
     kernel.die_with_parent()  # cleared by the change of capabilities
-    held = ["capabilities_dropped", "no_new_privileges", *plan["held"]]
     step.name = "restrict files by Landlock"
-    if plan["landlock"] and landlock.restrict("/"):
-        held.append("landlock")
+    if rules >= 0:
+        landlock.restrict(rules)
     step.name = "install the seccomp filter"
     if plan["seccomp"] and (filter_program := seccomp.program(kernel.machine())) is not None:
         kernel.install_filter(filter_program)
-        held.append("seccomp")
-    return held
 
 
-def _wait_for_gate(gate: _socket.socket, agent: int) -> tuple[dict[str, Any], dict[str, int]]:
+def _wait_for_gate(gate: _socket.socket, agent: int) -> tuple[dict[str, Any], list[int]]:
     kernel.close_all_except((0, 1, 2, gate.fileno(), agent))
     message, ancillary, _, _ = gate.recvmsg(_MOST_PLAN_BYTES, _ROOM, _CLOSED)
     if not message:
         raise OSError(errno.EPIPE, "the zygote ended before this sandbox was set up")
     plan: dict[str, Any] = marshal.loads(message)  # by the same interpreter, and of our own making
-    descriptors = [one for _, _, data in ancillary for one in memoryview(data).cast("i")]
-    if not plan["owners_mapped"]:
-        plan["held"].append(OWNERS_NOT_MAPPED)
+    descriptors = memoryview(ancillary[0][2]).cast("i").tolist() if ancillary else []
     for entrance in descriptors[: plan["entrances"]]:
         os.write(entrance, b"0")  # this process
         os.close(entrance)
-    return plan, dict(zip((*plan["trees"], *plan["lent"]), descriptors[plan["entrances"] :], strict=True))
+    return plan, descriptors[plan["entrances"] :]
 
 
 def _silence() -> None:
@@ -196,12 +238,10 @@ def _silence() -> None:
 
 def _check_zygote(gate: _socket.socket) -> None:
     """Notice a zygote that ended before the kernel was told to kill this process with it."""
-    gate.setblocking(False)
-    try:
-        if gate.recv(1) == b"":
-            raise OSError(errno.EPIPE, "the zygote ended while this sandbox was set up")
-    except BlockingIOError:
-        return  # alive and silent, as it should be
+    poll = select.poll()
+    poll.register(gate, select.POLLIN)
+    if poll.poll(0):  # alive it is silent
+        raise OSError(errno.EPIPE, "the zygote ended while this sandbox was set up")
 
 
 def _loopback_up() -> None:

@@ -106,7 +106,9 @@ class Template:
             return _ANSWER.unpack(answer)
         self.end()
         if answer is None:
-            raise OSError(errno.ETIMEDOUT, f"the template of sandboxes did not answer in {_ANSWER_S:g} s, and was ended")
+            raise OSError(
+                errno.ETIMEDOUT, f"the template of sandboxes did not answer in {_ANSWER_S:g} s, and was ended"
+            )
         # Not asked again: a clone that it made before its end has these descriptors.
         raise OSError(errno.EPIPE, "the template of sandboxes ended while it made this one; create it anew")
 

@@ -514,7 +514,7 @@ def main(kind: type[Zygote] = Zygote) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # two for each sandbox
     root.host_directories()
     root.host_configuration()
-    seccomp.program(kernel.machine())
+    kernel.prepare(seccomp.program(kernel.machine()))
     # What is here now is shared by all sandboxes; the collector must not write to its pages.
     gc.disable()
     gc.freeze()

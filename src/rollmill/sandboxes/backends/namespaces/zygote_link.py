@@ -93,7 +93,8 @@ class ZygoteLink:
         return subprocess.Popen(
             [self._python, "-I", "-S", "-c", _BOOT, source, self._program, str(os.getpid()), str(control.fileno())],
             pass_fds=(control.fileno(),),
-            env={"LANG": "C.UTF-8", "PYTHONDONTWRITEBYTECODE": "1"},
+            # The last one: what is looked up when it is first called would be looked up, and noted, by each sandbox.
+            env={"LANG": "C.UTF-8", "PYTHONDONTWRITEBYTECODE": "1", "LD_BIND_NOW": "1"},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=self._complaint,
