@@ -83,7 +83,7 @@ class Agent:
         _signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
 
     def serve(self, ready: bytes) -> None:
-        """Say what protects the host, a frame that was made before, then serve until the owner closes; never returns."""
+        """Say what protects the host, by a frame made before, then serve until the owner closes; never returns."""
         self._watch(self._connection.fileno(), select.POLLIN, self._on_connection)
         self._watch(self._woken, select.POLLIN, self._on_child)
         self._out += ready

@@ -129,8 +129,8 @@ def clone(flags: int, *, group: int = -1) -> int:
     has none, and they write to 0.7 MB of pages that the child would share otherwise.
 
     Args:
-        flags: the namespaces, and what else is to be new or shared. With `CLONE_PARENT` the child is one of the caller's
-            own parent, which it tells of its end as the caller does of its.
+        flags: the namespaces, and what else is to be new or shared. With `CLONE_PARENT` the child is not the caller's
+            but its parent's, which hears of its end.
         group: directory of a version 2 control group that the child is born in; a process that enters one later waits
             for a grace period of the kernel, ten milliseconds and more.
     """
@@ -326,7 +326,7 @@ def set_no_new_privileges() -> None:
 
 @functools.cache
 def prepared_filter(program: bytes) -> bytes:
-    """Return a seccomp filter, an array of `struct sock_filter`, as the kernel takes it; it stays in memory for good."""
+    """Return a seccomp filter, an array of `struct sock_filter`, as the kernel takes it; it stays in memory."""
     buffer = ctypes.create_string_buffer(program, len(program))
     _FILTERS.append(buffer)
     return struct.pack("HxxxxxxP", len(program) // 8, ctypes.addressof(buffer))

@@ -1,8 +1,9 @@
 """The zygote: a tiny process that has sandboxes cloned from itself, watches them and cleans up after them.
 
-One per provider, single-threaded, and every sandbox's memory begins as its: so it holds nothing worth stealing, and
-each sandbox begins by closing every descriptor. The clones are made by its template, which is what it was at its start. It ends when told to, or when its owner has ended, which it sees by a
-process descriptor rather than by the end of a stream that somebody else may hold open. With it end all its sandboxes.
+One per provider, single-threaded, and every sandbox's memory begins as its own: so it holds nothing worth stealing, and
+each sandbox begins by closing every descriptor. The clones are made by its template, which is what it was at its start.
+It ends when told to, or when its owner has ended, which it sees by a process descriptor rather than by the end of a
+stream that somebody else may hold open. With it end all its sandboxes.
 
     who waits for what
     zygote           an order, the end of its owner, the end of a sandbox, an answer of the shelf of layers, and every
