@@ -14,7 +14,6 @@ import ctypes
 import errno
 import functools
 import os
-import platform
 import struct
 from collections.abc import Iterator
 
@@ -65,7 +64,7 @@ _prctl_with_bytes.argtypes = [ctypes.c_int, ctypes.c_char_p, ctypes.c_ulong, cty
 _prctl_seccomp = _libc["prctl"]
 _prctl_seccomp.argtypes = [ctypes.c_int, ctypes.c_ulong, ctypes.c_char_p, ctypes.c_ulong, ctypes.c_ulong]
 _SECCOMP_MODE_FILTER = 2
-_MACHINE = platform.machine()
+_MACHINE = os.uname().machine
 
 # Calls of 2019 and later have one number on every architecture; the older ones do not.
 _OLD_CALLS = {

@@ -10,12 +10,12 @@ import os
 import socket
 from typing import Any
 
-from rollmill.sandboxes.guest import forkserver, jobs
+from rollmill.sandboxes.guest import jobs
 from rollmill.sandboxes.guest.jobs import Job, User
 
-# Read when the zygote starts: inside there is no such file.
-with open(forkserver.__file__, encoding="ascii") as _stream:
-    _SOURCE = _stream.read()
+# Read when the zygote starts: inside there is no such file. Not imported: no sandbox has a use for what it needs.
+with open(os.path.join(os.path.dirname(__file__), "forkserver.py"), "rb") as _stream:
+    _SOURCE = _stream.read().decode("ascii")
 _MOST_REPORT_BYTES = 4096
 _LARGEST_PID = 2**22
 
