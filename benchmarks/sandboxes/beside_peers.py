@@ -132,7 +132,7 @@ async def density(*, count: int, repeats: int) -> Record:
     for _ in range(repeats):
         for who in [one for one in names if one not in left_out]:
             try:
-                readings.setdefault(who, []).append(await asyncio.to_thread(_footprint, who, count))
+                readings.setdefault(who, []).append(await asyncio.to_thread(reading, who, count))
             except subprocess.CalledProcessError as error:
                 left_out[who] = error.stderr.strip()[-300:]
             except (subprocess.TimeoutExpired, ValueError) as error:
@@ -141,7 +141,13 @@ async def density(*, count: int, repeats: int) -> Record:
     return {"count": count, **measured, "peers": versions, "left_out": left_out}
 
 
-def _footprint(who: str, count: int) -> Record:
+def reading(who: str, count: int) -> Record:
+    """Return what one of so many idle ones takes, started and looked at by a process of its own.
+
+    Raises:
+        subprocess.CalledProcessError: if it could not be told; the reason is in its `stderr`.
+        subprocess.TimeoutExpired: if there was no reading in time.
+    """
     command = [sys.executable, str(HERE / "footprint_of.py"), who, str(count)]
     done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=READING_S)
     return json.loads(done.stdout)

@@ -633,7 +633,7 @@ def test_whatever_is_done_at_once_only_what_is_held_is_left(tmp_path, rig, on_di
             for shelf in shelves_of(zygote):
                 mounts = Path(f"/proc/{shelf}/mountinfo")
                 await until(lambda mounts=mounts: "/layer-" not in mounts.read_text(encoding="utf-8"))
-            assert len(os.listdir(f"/proc/{zygote}/fd")) == 6  # standard streams, owner, orders, shelf
+            assert len(os.listdir(f"/proc/{zygote}/fd")) == 7  # standard streams, owner, orders, shelf, template
             if directory is not None:
                 layers = directory / "layers"
                 await until(lambda: not os.listdir(layers))

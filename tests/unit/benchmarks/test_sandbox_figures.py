@@ -55,6 +55,13 @@ def test_memory_that_the_machine_does_not_show_is_compared_with_nothing(figures)
     assert figures.ratios(found) == {}
 
 
+def test_the_memory_of_many_is_compared_with_the_goal_only_as_a_sum_of_what_processes_and_groups_hold(figures):
+    summed = {"density": {"bytes_each": 1.6e6, "anon_bytes_each": 1.1e6, "available_bytes_each": 1e6}}
+    assert figures.ratios(summed) == {"goal_over_bytes_each": 1.25}  # 2 MB over 1.6
+    assert figures.ratios({"density": {"bytes_each": 1e6}}) == {}  # an earlier result, by the machine's free memory
+    assert figures.ratios({"density": {"available_bytes_each": 1e6, "left_out": "not readable"}}) == {}
+
+
 def test_the_committed_result_can_still_be_compared(figures):
     import json
 

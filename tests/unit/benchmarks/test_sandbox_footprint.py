@@ -133,14 +133,14 @@ def test_a_process_in_another_group_is_told_also_where_its_name_begins_alike(foo
 @pytest.mark.slow
 @pytest.mark.integration
 @pytest.mark.skipif(os.geteuid() != 0, reason="a plain user may not read what the processes of a sandbox hold")
-def test_a_real_reading_counts_the_zygote_and_every_agent_and_leaves_no_group_behind():
+def test_a_real_reading_counts_the_zygote_its_template_and_every_agent_and_leaves_no_group_behind():
     done = subprocess.run(
         [sys.executable, str(FOLDER / "footprint_of.py"), "rollmill", "4"], capture_output=True, text=True, timeout=100
     )
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""  # such as of a group that could not be removed
     found = json.loads(done.stdout)
-    assert found["processes_each"] == 5 / 4
+    assert found["processes_each"] == 6 / 4  # the zygote and its template
     summed = [found[f"{kind}_bytes_each"] or 0 for kind in ("anon", "file", "shmem", "owner", "kernel")]
     assert found["bytes_each"] == pytest.approx(sum(summed))
     assert 200_000 < found["anon_bytes_each"] < 20_000_000  # an interpreter each, most of it shared
