@@ -12,7 +12,7 @@ traced or read from inside: the kernel shields the first process of a namespace 
 
 from __future__ import annotations
 
-import _signal
+import _signal  # pyright: ignore[reportMissingImports]  # typeshed has no stub of it
 import _socket
 import errno
 import json
@@ -24,7 +24,7 @@ import struct
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
+from typing import Any, NoReturn
 
 from rollmill.sandboxes.guest import files, jobs
 from rollmill.sandboxes.guest.frames import CHUNK_BYTES, BadFrame, Parser, encode
@@ -82,7 +82,7 @@ class Agent:
         _signal.signal(_SIGCHLD, _only_wake)
         _signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
 
-    def serve(self, ready: bytes) -> None:
+    def serve(self, ready: bytes) -> NoReturn:
         """Say what protects the host, by a frame made before, then serve until the owner closes; never returns."""
         self._watch(self._connection.fileno(), select.POLLIN, self._on_connection)
         self._watch(self._woken, select.POLLIN, self._on_child)

@@ -10,7 +10,7 @@ same root, which ends before the first one gives its privileges up.
 
 from __future__ import annotations
 
-import _signal
+import _signal  # pyright: ignore[reportMissingImports]  # typeshed has no stub of it
 import _socket
 import errno
 import fcntl
