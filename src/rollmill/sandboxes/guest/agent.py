@@ -51,6 +51,7 @@ class Agent:
         limits: `cpu_s` and `process_memory_bytes` of each process.
         zygote: where this sandbox's layer is handed out.
         written: the layer, a copy of the mount that holds all that is written here.
+        woken: a pipe, for the ends of children.
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class Agent:
         limits: dict[str, Any],
         zygote: _socket.socket,
         written: int,
+        woken: tuple[int, int],
     ) -> None:
         self._connection = connection
         self._all_users = all_users
@@ -76,14 +78,14 @@ class Agent:
         self._warm: dict[str, WarmPython] = {}
         self._shells: dict[int, Shell] = {}
         self._full = False
-        self._woken, wake = os.pipe()
-        for one in (self._woken, wake):
+        self._woken, self._wake = woken
+        for one in woken:
             os.set_blocking(one, False)
-        _signal.signal(_SIGCHLD, _only_wake)
-        _signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
 
     def serve(self, ready: bytes) -> NoReturn:
         """Say what protects the host, by a frame made before, then serve until the owner closes; never returns."""
+        _signal.signal(_SIGCHLD, _only_wake)
+        _signal.set_wakeup_fd(self._wake, warn_on_full_buffer=False)
         self._watch(self._connection.fileno(), select.POLLIN, self._on_connection)
         self._watch(self._woken, select.POLLIN, self._on_child)
         self._out += ready

@@ -35,7 +35,14 @@ class RunscAgent(Agent):
     """
 
     def __init__(self, connection: socket.socket, *, plan: dict[str, Any]) -> None:
-        super().__init__(connection, all_users=plan["all_users"], limits=plan["limits"], zygote=connection, written=-1)
+        super().__init__(
+            connection,
+            all_users=plan["all_users"],
+            limits=plan["limits"],
+            zygote=connection,
+            written=-1,
+            woken=os.pipe(),
+        )
         self._protections: list[str] = plan["protections"]
         self._silent = False
 

@@ -57,21 +57,17 @@ def become_sandbox(agent: int, gate: int) -> NoReturn:
     step = Step()
     owner = _socket.socket(socket.AF_UNIX, socket.SOCK_STREAM, 0, agent)
     zygote = _socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET, 0, gate)
-    places = Places(agent, gate)
     try:
-        plan, ready = _set_up(owner, zygote, step, places=places)
+        served, ready = _set_up(owner, zygote, step)
     except BaseException as error:  # whatever it was, the owner must hear of it: this process has nobody else
         fail(owner, step, error)
-    owner.setblocking(False)
-    served = Agent(owner, all_users=plan["all_users"], limits=plan["limits"], zygote=zygote, written=places.written)
     served.serve(ready)
 
 
 class Places:
     """Where the second process leaves what it has opened for the first: the layer, rules, the agent's first word."""
 
-    def __init__(self, agent: int, gate: int) -> None:
-        first = max(agent, gate) + 1
+    def __init__(self, first: int) -> None:
         self.written, self.rules, self.ready = first, first + 1, first + 2
 
 
@@ -91,12 +87,22 @@ def fail(agent: _socket.socket, step: Step, error: BaseException) -> NoReturn:
     os._exit(_SAID)
 
 
-def _set_up(agent: _socket.socket, gate: _socket.socket, step: Step, *, places: Places) -> tuple[dict[str, Any], bytes]:
-    plan, descriptors = enter(agent.fileno(), gate, step=step)
+def _set_up(owner: _socket.socket, gate: _socket.socket, step: Step) -> tuple[Agent, bytes]:
+    plan, descriptors = enter(owner.fileno(), gate, step=step)
+    os.set_inheritable(owner.fileno(), False)
+    own = (0, 1, 2, owner.fileno(), gate.fileno())
+    woken = os.pipe()
+    places = Places(max(*own, *descriptors, *woken) + 1)
+    # Both work at once from here on: what the one opens, closes or may still do is none of the other's.
+    agent = Agent(
+        owner, all_users=plan["all_users"], limits=plan["limits"], zygote=gate, written=places.written, woken=woken
+    )
     step.name = "build the sandbox"
     pid = kernel.clone(kernel.CLONE_FILES | kernel.CLONE_FS)
     if pid == 0:
-        _build(plan, descriptors, agent, gate, places)
+        _build(plan, descriptors, owner, kept=(*own, *woken), places=places)
+    _give_up(plan, step)
+    step.name = "build the sandbox"
     _, status = os.waitpid(pid, 0)
     if status == _SAID << 8:
         os._exit(_SAID)
@@ -104,13 +110,15 @@ def _set_up(agent: _socket.socket, gate: _socket.socket, step: Step, *, places: 
         raise OSError(errno.ECHILD, f"the process that builds it ended with status {status:#x}")
     ready = os.read(places.ready, _MOST_WORD_BYTES)
     os.close(places.ready)
-    os.set_inheritable(agent.fileno(), False)
-    _give_up(plan, step, rules=places.rules if status else -1)
-    return plan, ready
+    step.name = "restrict files by Landlock"
+    if status:
+        landlock.restrict(places.rules)
+    owner.setblocking(False)
+    return agent, ready
 
 
 def _build(
-    plan: dict[str, Any], descriptors: list[int], agent: _socket.socket, gate: _socket.socket, places: Places
+    plan: dict[str, Any], descriptors: list[int], owner: _socket.socket, *, kept: tuple[int, ...], places: Places
 ) -> NoReturn:
     """Make all that needs no change of the first process itself, and end: it keeps none of the memory that this takes.
 
@@ -133,11 +141,11 @@ def _build(
         os.lseek(word, 0, os.SEEK_SET)
         # The layer and the gate are for the day when this sandbox's files become a layer of others.
         opened = {places.written: made, places.ready: word, **({places.rules: rules} if rules >= 0 else {})}
-        _leave_open(opened, kept=(0, 1, 2, agent.fileno(), gate.fileno()))
+        _leave_open(opened, kept=kept)
         step.name = "set limits"
         _set_limits(plan, os.getppid())
     except BaseException as error:  # as in the first process
-        fail(agent, step, error)
+        fail(owner, step, error)
     os._exit(_RULES if rules >= 0 else 0)
 
 
@@ -198,8 +206,8 @@ def trees_of(plan: dict[str, Any], descriptors: list[int]) -> dict[str, int]:
     return dict(zip((*plan["trees"], *plan["lent"]), descriptors, strict=True))
 
 
-def _give_up(plan: dict[str, Any], step: Step, *, rules: int) -> None:
-    """Give up privileges."""
+def _give_up(plan: dict[str, Any], step: Step) -> None:
+    """Give up privileges, all but the reach of files: the root is not there yet."""
     step.name = "drop capabilities"
     kernel.keep_capabilities()
     kernel.set_no_new_privileges()
@@ -207,9 +215,6 @@ def _give_up(plan: dict[str, Any], step: Step, *, rules: int) -> None:
     kernel.hide_command_line("sandbox-agent")
     kernel.set_dumpable(False)
     kernel.die_with_parent()  # cleared by the change of capabilities
-    step.name = "restrict files by Landlock"
-    if rules >= 0:
-        landlock.restrict(rules)
     step.name = "install the seccomp filter"
     if plan["seccomp"] and (filter_program := seccomp.program(kernel.machine())) is not None:
         kernel.install_filter(filter_program)
