@@ -5,7 +5,7 @@ seccomp filter on nothing of this process can be undone, by itself or by its chi
 
 Each page of memory that this process writes to is one that it no longer shares with all the other sandboxes, and keeps
 for its life. So most of the work is done by a second process in the same namespaces, with the same descriptors and the
-same root, which ends before the first one gives its privileges up.
+same root. It has ended before anything is said to the owner, and so before anything of a sandbox runs.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def _set_up(owner: _socket.socket, gate: _socket.socket, step: Step) -> tuple[Ag
     own = (0, 1, 2, owner.fileno(), gate.fileno())
     woken = os.pipe()
     places = Places(max(*own, *descriptors, *woken) + 1)
-    # Both work at once from here on: what the one opens, closes or may still do is none of the other's.
+    # Made before the second process: while that one opens and closes descriptors, which are common, this one does not.
     agent = Agent(
         owner, all_users=plan["all_users"], limits=plan["limits"], zygote=gate, written=places.written, woken=woken
     )
@@ -120,7 +120,7 @@ def _set_up(owner: _socket.socket, gate: _socket.socket, step: Step) -> tuple[Ag
 def _build(
     plan: dict[str, Any], descriptors: list[int], owner: _socket.socket, *, kept: tuple[int, ...], places: Places
 ) -> NoReturn:
-    """Make all that needs no change of the first process itself, and end: it keeps none of the memory that this takes.
+    """Make all that needs no change of the first process itself, and end: no memory that this takes outlives it.
 
     What this opens stays open for the first process, with which it shares its descriptors, its root and its directory.
     """
