@@ -24,9 +24,9 @@ LIBRARY = "opt/rollmill/lib"
 BOOT = "opt/rollmill/boot.py"
 _PACKAGES = ("rollmill", "rollmill.sandboxes", "rollmill.sandboxes.backends", "rollmill.sandboxes.backends.microvm")
 _LONGEST_S = 60.0
-# Imported late, by these modules or by the interpreter itself.
+# Imported late, by these modules or by the interpreter itself; of the last one the agent reads the source.
 _LATE = ("array", "warnings", "traceback", "linecache", "encodings.utf_8", "encodings.ascii", "encodings.latin_1",
-         "encodings.idna")  # fmt: skip
+         "encodings.idna", "rollmill.sandboxes.guest.forkserver")  # fmt: skip
 _STUBS = """
 import sys, types
 for name in {packages!r}:
