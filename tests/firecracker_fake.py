@@ -95,6 +95,7 @@ class HostGuest(Bridge):
             said = self._from_agent.feed(self._agent.recv(65536))
         assert b'"ready"' in said[0], said
         unpack(files, root_inside(os.getpid()))
+        kernel.die_with_parent()  # cleared by the change of ids
 
     def _obey(self, word: dict[str, Any]) -> None:
         if "order" in word:
