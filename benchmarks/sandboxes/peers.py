@@ -82,10 +82,11 @@ class OciRuntime(Peer):
         (self._bundle / "config.json").write_text(json.dumps(self._spec))
 
     def _call(self, command: Sequence[str], *, cwd: Path | None = None) -> None:
-        # Into a file: what a detached container keeps open of a pipe would be waited for.
-        with tempfile.TemporaryFile() as said:
+        # Into a file: what a detached container keeps open of a pipe would be waited for. And from one: runc and crun
+        # give what they find there to the container's user, and this machine's /dev/null is not theirs to give.
+        with tempfile.TemporaryFile() as nothing, tempfile.TemporaryFile() as said:
             done = subprocess.run(
-                command, cwd=cwd, stdin=subprocess.DEVNULL, stdout=said, stderr=said, timeout=DEADLINE_S, check=False
+                command, cwd=cwd, stdin=nothing, stdout=said, stderr=said, timeout=DEADLINE_S, check=False
             )
             if done.returncode != 0:
                 said.seek(0)

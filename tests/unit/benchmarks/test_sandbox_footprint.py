@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -144,3 +145,18 @@ def test_a_real_reading_counts_the_zygote_its_template_and_every_agent_and_leave
     summed = [found[f"{kind}_bytes_each"] or 0 for kind in ("anon", "file", "shmem", "owner", "kernel")]
     assert found["bytes_each"] == pytest.approx(sum(summed))
     assert 200_000 < found["anon_bytes_each"] < 20_000_000  # an interpreter each, most of it shared
+
+
+@pytest.mark.slow
+@pytest.mark.integration
+@pytest.mark.skipif(os.geteuid() != 0, reason="a plain user owns no device")
+@pytest.mark.parametrize("peer", ["runc", "crun"])
+def test_peers_give_nothing_of_this_machine_away(peer):
+    if shutil.which(peer) is None:
+        pytest.skip(f"{peer} is not installed")
+    before = os.stat(os.devnull)
+    subprocess.run(
+        [sys.executable, str(FOLDER / "footprint_of.py"), peer, "1"], capture_output=True, timeout=100, check=True
+    )
+    after = os.stat(os.devnull)
+    assert (after.st_uid, after.st_gid, after.st_ctime_ns) == (before.st_uid, before.st_gid, before.st_ctime_ns)
