@@ -9,7 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import psutil
 from sandbox_owner import IMAGE, images_of
@@ -108,9 +108,10 @@ def eventually(holds: Callable[[], bool], *, limit_s: float = 20.0) -> None:
         time.sleep(0.01)
 
 
-def sleepers() -> list[int]:
-    """What the programs of the sandboxes are seen as from outside."""
-    return [one.pid for one in psutil.process_iter(["cmdline"]) if "987654" in (one.info["cmdline"] or [])]
+def sleepers() -> list[dict[str, Any]]:
+    """What the programs of the sandboxes are seen as from outside: also whether one dies, or is left."""
+    asked = ["pid", "ppid", "status", "create_time", "cmdline"]
+    return [one.info for one in psutil.process_iter(asked) if "987654" in (one.info["cmdline"] or [])]
 
 
 def nothing_left(owner: Killable, marks: Iterable[ProcessMark]) -> None:
