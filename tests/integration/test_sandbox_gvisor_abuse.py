@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 
 import msgspec
@@ -36,6 +37,23 @@ def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GvisorRig]:
     need_gvisor(tmp_path_factory.mktemp("probe"))
     with gvisor_rig(tmp_path_factory.mktemp("records")) as rig:
         yield rig
+
+
+@needs_root
+def test_a_busy_loop_gets_its_share_of_a_processor_and_no_more(rig):  # by the host's count: gVisor's own is of ticks
+    spec = SandboxSpec(limits=msgspec.structs.replace(LIMITS, cpus=0.2))
+
+    async def body(provider: Provider) -> tuple[float, float]:
+        sandbox = await start(provider, spec)
+        before, began_s = await sandbox.usage(), time.monotonic()
+        result = await sandbox.exec(["python3", "-c", "while True: pass"], timeout_s=1.5)
+        assert result.timed_out
+        after, wall_s = await sandbox.usage(), time.monotonic() - began_s
+        await sandbox.kill()
+        return after.cpu_s - before.cpu_s, wall_s
+
+    cpu_s, wall_s = rig.run(body)
+    assert 0 < cpu_s < 0.2 * wall_s + 0.25
 
 
 def test_programs_run_on_a_kernel_that_is_not_the_hosts(rig, shared):
