@@ -20,7 +20,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--sandbox-rounds",
         type=int,
         default=10,
-        help="kills of each test of tests/integration/test_sandbox_kill_rounds.py, and twice those under gVisor",
+        help="kills of each test of tests/integration/test_sandbox_kill_rounds.py, and half as many under gVisor",
     )
     group.addoption("--kill-seed", type=int, default=1, help="first seed of those tests; a failure prints its own")
     group.addoption("--kill-result", default="", help="write what happened to this JSON file")

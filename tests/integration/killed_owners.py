@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import psutil
-from sandbox_owner import IMAGE, images_of
+from sandbox_owner import ASLEEP_S, IMAGE, images_of
 
 from image_builders import add, add_tars, directory, file, new_store, small_root, tar
 from rollmill.sandboxes import NamespaceProvider, NamespaceSettings
@@ -111,14 +111,15 @@ def eventually(holds: Callable[[], bool], *, limit_s: float = 20.0) -> None:
 def sleepers() -> list[dict[str, Any]]:
     """What the programs of the sandboxes are seen as from outside: also whether one dies, or is left."""
     asked = ["pid", "ppid", "status", "create_time", "cmdline"]
-    return [one.info for one in psutil.process_iter(asked) if "987654" in (one.info["cmdline"] or [])]
+    return [one.info for one in psutil.process_iter(asked) if ASLEEP_S in (one.info["cmdline"] or [])]
 
 
 def nothing_left(owner: Killable, marks: Iterable[ProcessMark]) -> None:
     assert [mark for mark in marks if is_alive(mark)] == []
     assert groups_of(owner.pid) == []
     assert list(owner.directory.iterdir()) == []
-    assert sleepers() == []
+    found = sleepers()
+    assert found == [], f"left: {found}"  # said here: pytest does not take this module's assertions apart
 
 
 def marks_of(owner: Killable) -> list[ProcessMark]:

@@ -6,6 +6,8 @@ import asyncio
 import sys
 from pathlib import Path
 
+from sandbox_owner import ASLEEP_S, PROGRAM
+
 from microvm_builders import fake_kit, fake_settings
 from rollmill.sandboxes import Lease
 from rollmill.sandboxes.backends.firecracker import FirecrackerProvider
@@ -25,8 +27,8 @@ async def main(directory: Path, backend: str) -> None:
         sys.stdout.write("open\n")
         sys.stdout.flush()
         for number in range(2):
-            sandbox = await provider.create(SPEC, id=f"killed-{number}", lease=Lease(owner="killed"))
-            await sandbox.start_process(["sh", "-c", "sleep 987654 & exec sleep 987654"])
+            sandbox = await provider.create(SPEC, id=f"killed-{ASLEEP_S}-{number}", lease=Lease(owner="killed"))
+            await sandbox.start_process(PROGRAM)
             sys.stdout.write(f"{sandbox.id}\n")
             sys.stdout.flush()
         await asyncio.sleep(600)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
 import random
 import sys
 from pathlib import Path
@@ -18,7 +19,9 @@ from rollmill.sandboxes.leases import Keeper, KeeperSettings, LeaseTable
 
 IMAGE = "tools"
 LIMITS = Limits(memory_bytes=64 << 20, disk_bytes=16 << 20, inodes=1000, pids=20)
-PROGRAM = ["sh", "-c", "setsid sleep 987654 & exec sleep 987654"]
+ASLEEP_S = os.environ.setdefault("ROLLMILL_TEST_ASLEEP_S", str(900_000_000 + os.getpid()))
+"""How long programs sleep is how they are found from outside; other runs of tests on this machine have their own."""
+PROGRAM = ["sh", "-c", f"setsid sleep {ASLEEP_S} & exec sleep {ASLEEP_S}"]
 
 
 def spec_of(store: Path | None) -> SandboxSpec:
@@ -54,6 +57,7 @@ async def with_leases(directory: Path, seed: int, store: Path | None) -> None:
         for number in itertools.count():
             rollout = f"rollout-{number}"
             held = await keeper.start(rollout, spec_of(store), policy_version=number)
+            await held.sandbox.start_process(PROGRAM)
             await held.sandbox.write("/root/notes", rollout.encode())
             await keeper.suspend(held.claim, keep_memory=False)
             if draw.random() < 0.5:

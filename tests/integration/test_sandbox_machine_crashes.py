@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
+from sandbox_owner import ASLEEP_S
 
 from microvm_builders import why_no_qemu
-from rollmill.sandboxes.disk_records import DiskRecords
+from rollmill.sandboxes.disk_records import DiskRecords, ProcessMark, is_alive, mark_of
 from rollmill.sandboxes.sweep import sweep
 from sandbox_builders import why_no_namespaces
 
@@ -24,29 +27,37 @@ ROUNDS = 12
 _LONGEST_S = 90.0
 
 
-def start_owner(directory: Path, backend: str) -> subprocess.Popen[bytes]:
+@contextlib.contextmanager
+def owner_of(directory: Path, backend: str) -> Iterator[subprocess.Popen[bytes]]:
+    """Start an owner of machines; it has ended behind this, also where the test failed."""
     path = os.pathsep.join((str(OWNER.parent.parent), str(OWNER.parent)))
-    return subprocess.Popen(
+    owner = subprocess.Popen(
         [sys.executable, str(OWNER), str(directory), backend],
         stdout=subprocess.PIPE,
         env={**os.environ, "PYTHONPATH": path},
         start_new_session=True,
     )
+    try:
+        assert line_of(owner) == "open"
+        yield owner
+    finally:
+        owner.kill()
+        owner.wait(20)
+        assert owner.stdout is not None
+        owner.stdout.close()
 
 
-def kill(owner: subprocess.Popen[bytes]) -> None:
-    owner.kill()
-    owner.wait(20)
+def line_of(owner: subprocess.Popen[bytes]) -> str:
     assert owner.stdout is not None
-    owner.stdout.close()
+    return owner.stdout.readline().decode().rstrip()
 
 
 def processes_of(directory: Path) -> list[str]:
-    """Return what runs in or for a directory, whatever it is called."""
+    """Return what runs in or for a directory, whatever it is called, and the programs of its sandboxes."""
     found = []
     for one in psutil.process_iter(["cmdline", "cwd"]):
         words = " ".join(one.info["cmdline"] or [])
-        if str(directory) in words + (one.info["cwd"] or "") or "rollmill-killed" in words or "987654" in words:
+        if str(directory) in words + (one.info["cwd"] or "") or ASLEEP_S in words:
             found.append(words)
     return found
 
@@ -67,11 +78,8 @@ def test_a_killed_owner_of_fakes_leaves_nothing_at_any_moment(tmp_path):
     chance = random.Random(7)
     for number in range(ROUNDS):
         directory = tmp_path / str(number)
-        owner = start_owner(directory, "firecracker")
-        assert owner.stdout is not None
-        assert owner.stdout.readline() == b"open\n"
-        time.sleep(chance.uniform(0.0, 3.0))
-        kill(owner)
+        with owner_of(directory, "firecracker"):
+            time.sleep(chance.uniform(0.0, 3.0))
         nothing_left(directory)
 
 
@@ -79,22 +87,21 @@ def test_a_killed_owner_of_fakes_leaves_nothing_at_any_moment(tmp_path):
 def test_a_killed_owner_of_machines_under_qemu_leaves_nothing(tmp_path, moment):
     if reason := why_no_qemu():
         pytest.skip(f"no machines under QEMU here: {reason}")
-    owner = start_owner(tmp_path, "qemu")
-    assert owner.stdout is not None
-    assert owner.stdout.readline() == b"open\n"
-    if moment == "while its template boots":
-        deadline = time.monotonic() + _LONGEST_S
-        while not any("qemu" in one for one in processes_of_qemu()) and time.monotonic() < deadline:
-            time.sleep(0.01)
-    else:
-        for number in range(1 if moment == "when a machine is cloned" else 2):
-            assert owner.stdout.readline() == b"killed-%d\n" % number
-    assert DiskRecords(tmp_path / "records").read_all() != ()
-    kill(owner)
+    with owner_of(tmp_path, "qemu") as owner:
+        if moment == "while its template boots":
+            deadline = time.monotonic() + _LONGEST_S
+            while not emulators_of(owner) and time.monotonic() < deadline:
+                time.sleep(0.01)
+        else:
+            for number in range(1 if moment == "when a machine is cloned" else 2):
+                assert line_of(owner) == f"killed-{ASLEEP_S}-{number}"
+        assert DiskRecords(tmp_path / "records").read_all() != ()
+        emulators = emulators_of(owner)
+        assert emulators != []
     nothing_left(tmp_path)
-    assert [one for one in processes_of_qemu() if "rollmill-template" in one or "rollmill-killed" in one] == []
+    assert [mark for mark in emulators if is_alive(mark)] == []
 
 
-def processes_of_qemu() -> list[str]:
-    found = (" ".join(one.info["cmdline"] or []) for one in psutil.process_iter(["cmdline"]))
-    return [one for one in found if one.startswith("qemu-system") or "/qemu-system" in one.partition(" ")[0]]
+def emulators_of(owner: subprocess.Popen[bytes]) -> list[ProcessMark]:
+    children = psutil.Process(owner.pid).children(recursive=True)
+    return [mark for one in children if "qemu-system" in one.name() and (mark := mark_of(one.pid)) is not None]
