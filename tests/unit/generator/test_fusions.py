@@ -1,6 +1,8 @@
-"""Compiled norms, gated units and KV writes: the module's own numbers, or the module's own method."""
+"""Compiled norms, gated units, attention and KV writes: the module's own numbers, or the module's own method."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import numpy as np
 import pytest
@@ -8,11 +10,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
-from transformers import GemmaConfig, GemmaForCausalLM, Qwen3Config, Qwen3ForCausalLM
-from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
+from transformers import GemmaConfig, GemmaForCausalLM, LlamaConfig, Qwen3Config, Qwen3ForCausalLM
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRMSNorm, apply_rotary_pos_emb
 
 from generator_builders import SteppedEngine, llama, prompt_of, random_model, reference_logprobs, request
-from rollmill.generator.engines.embedded.attention import BlockPool, ForwardPlan
+from rollmill.generator.engines.embedded.attention import ATTENTION_NAME, BlockPool, ForwardPlan
 from rollmill.generator.engines.embedded.fusions import fuse
 from rollmill.generator.engines.embedded.native import Kernels, KernelsUnavailable, load_variant, variants
 from rollmill.types import SamplingParams
@@ -79,10 +81,18 @@ def test_a_row_has_the_same_bits_alone_and_beside_others_and_on_two_threads(fusi
     whole, units = fusing.norm(x, weight, epsilon=1e-5), fusing.gated(x, x)
     assert torch.equal(fusing.norm(x[:1], weight, epsilon=1e-5), whole[:1])
     assert torch.equal(fusing.gated(x[:1], x[:1]), units[:1])
+    turned, cosines, sines = x.clone(), random(300, 64, seed=3, dtype=x.dtype), random(300, 64, seed=4, dtype=x.dtype)
+    fusing.rotate(turned.view(300, 9, 64), cosines, sines)
+    alone = x[7:8].clone()
+    fusing.rotate(alone.view(1, 9, 64), cosines[7:8], sines[7:8])
+    assert torch.equal(alone, turned[7:8])
     torch.set_num_threads(2)
     try:
         assert torch.equal(fusing.norm(x, weight, epsilon=1e-5), whole)
         assert torch.equal(fusing.gated(x, x), units)
+        again = x.clone()
+        fusing.rotate(again.view(300, 9, 64), cosines, sines)
+        assert torch.equal(again, turned)
     finally:
         torch.set_num_threads(1)
 
@@ -92,8 +102,10 @@ def test_modules_with_other_norms_and_units_keep_their_own(fusing, dtype):
     shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 40, "head_dim": 8}
     shape |= {"num_attention_heads": 4, "num_key_value_heads": 2}
     qwen, gemma = Qwen3ForCausalLM(Qwen3Config(**shape)).to(dtype), GemmaForCausalLM(GemmaConfig(**shape)).to(dtype)
-    assert fuse(gemma, fusing) == 0  # norms multiply by 1 + weight, units are of another kind
-    assert fuse(qwen, fusing) == 2 * (2 + 2 + 1) + 1  # norms of q and k, two of the layer, and the unit; the last norm
+    # norms multiply by 1 + weight and units are of another kind, but attention is the same
+    assert fuse(gemma, fusing) == 2
+    # norms of q and k, two of the layer, the unit and attention; the last norm
+    assert fuse(qwen, fusing) == 2 * (2 + 2 + 1 + 1) + 1
 
 
 def test_a_module_that_only_looks_like_one_keeps_its_own(fusing):
@@ -107,6 +119,39 @@ def test_a_module_that_only_looks_like_one_keeps_its_own(fusing):
 
     assert fuse(nn.ModuleList([Shifted(16), Swapped(llama())]), fusing) == 0
     assert fuse(nn.ModuleList([LlamaRMSNorm(16), LlamaMLP(llama())]), fusing) == 2
+
+
+def test_attention_is_only_replaced_where_it_is_the_same(fusing):
+    class OtherAngles(LlamaAttention):
+        def forward(self, hidden_states: torch.Tensor, position_embeddings: Any, **given: Any) -> Any:
+            cosines, sines = position_embeddings
+            return super().forward(hidden_states, position_embeddings=(cosines, -sines), **given)
+
+    class OtherCall(LlamaAttention):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x
+
+    class Gated(LlamaAttention):
+        def __init__(self, config: LlamaConfig, layer_idx: int) -> None:
+            super().__init__(config, layer_idx)
+            self.gate_proj = nn.Linear(config.hidden_size, 1)
+
+    config = llama(head_dim=8, attn_implementation=ATTENTION_NAME)
+    for kind in (OtherAngles, OtherCall, Gated):
+        assert fuse(nn.ModuleList([kind(config, 0)]), fusing) == 0, kind
+    # attention needs a dimension that is a multiple of 8
+    assert fuse(nn.ModuleList([LlamaAttention(llama(head_dim=12, attn_implementation=ATTENTION_NAME), 0)]), fusing) == 0
+    assert fuse(nn.ModuleList([LlamaAttention(config, 0)]), fusing) == 1
+
+
+@settings(max_examples=20, deadline=None)
+@given(tokens=st.integers(1, 5), heads=st.integers(1, 3), half=st.integers(1, 40), dtype=DTYPES, seed=st.integers(0, 9))
+def test_heads_are_turned_as_by_transformers(fusing, tokens, heads, half, dtype, seed):
+    x = random(tokens, heads, 2 * half, seed=seed, dtype=dtype)
+    cosines, sines = (random(tokens, 2 * half, seed=seed + i, dtype=dtype) for i in (1, 2))
+    expected, _ = apply_rotary_pos_emb(x[None], x[None], cosines[None], sines[None], unsqueeze_dim=2)
+    fusing.rotate(x, cosines, sines)
+    close(x, expected[0])
 
 
 def test_avx2_replaces_nothing(kernels):

@@ -16,6 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from rollmill.generator.engines.embedded.native import Kernels
+from rollmill.generator.engines.embedded.pages import zeros
 
 ATTENTION_NAME = "rollmill_blocks"
 
@@ -76,9 +77,8 @@ class BlockPool:
         kernels: Kernels | None = None,
     ) -> None:
         shape = (layers, 2, blocks, kv_heads, size, head_dim)
-        plain = np.float32 if dtype == torch.float32 else np.int16
-        # NumPy's zeros are calloc: masked positions must be finite, yet untouched pages should cost nothing.
-        self._kv = torch.from_numpy(np.zeros(shape, dtype=plain)).view(dtype)
+        # Masked positions must be finite, yet untouched pages should cost nothing.
+        self._kv = zeros(shape, dtype=dtype)
         self._layers = [(self._kv[layer, 0], self._kv[layer, 1]) for layer in range(layers)]
         self._kernels = kernels
         self.plan: ForwardPlan | None = None

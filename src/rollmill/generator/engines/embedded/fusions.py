@@ -1,9 +1,9 @@
-"""Norms and gated units of a layer as one compiled call each, where a proof shows that they are the module's own.
+"""Norms, gated units and attention of a layer in few compiled calls, where a proof shows that they are the module's.
 
 In bfloat16 with few rows a quarter of a decode step is spent between the products, most of it in the calls of a dozen
-operators per module. The modules stay those of transformers; of root-mean-square norms and of gated units with SiLU the
-forward method is replaced, if the compiled function gives on random numbers what the module itself does. Decides which
-modules that holds for.
+operators per module. The modules stay those of transformers; of root-mean-square norms, of gated units with SiLU and
+of attention with rotary positions the forward method is replaced, if the compiled functions give on random numbers what
+the module itself does. Decides which modules that holds for.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
+from rollmill.generator.engines.embedded.fused_attention import fused_attention
 from rollmill.generator.engines.embedded.native import Kernels
 
 _Forward = Callable[[torch.Tensor], torch.Tensor]
@@ -36,7 +37,11 @@ def fuse(model: nn.Module, kernels: Kernels) -> int:
         return 0
     count = 0
     for module in model.modules():
-        fused = _fused_norm(module, kernels) or _fused_unit(module, kernels)
+        fused = (
+            _fused_norm(module, kernels)
+            or _fused_unit(module, kernels)
+            or fused_attention(module, kernels, tolerance=_TOLERANCE)
+        )
         if fused is not None:
             module.forward = fused
             count += 1

@@ -89,24 +89,53 @@ static inline wide spread(const float *value) { return (wide)_mm256_broadcast_ss
 static inline wide fused(wide a, wide b, wide c) { return (wide)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c); }
 #endif
 
+/* Where the inputs of a tile's rows are read. Twelve addresses do not fit into the registers: one for each four rows
+ * does, and which of the four is part of the instruction. */
+struct rows {
+    const char *four[(ROWS + 3) / 4];
+    long stride; /* bytes from one row to the next */
+};
+
+static inline __attribute__((always_inline)) struct rows rows_of(const int rows, const void *x, long stride) {
+    struct rows at = {.stride = stride};
+    for (int j = 0; 4 * j < rows; j++) at.four[j] = (const char *)x + 4 * j * stride;
+    return at;
+}
+
+static inline __attribute__((always_inline)) const void *row_of(const struct rows *at, const int i, long thrice) {
+    return at->four[i / 4] + (i % 4 == 3 ? thrice : i % 4 * at->stride);
+}
+
+/* To the next 32 bits of each row. The compiler is kept from making twelve addresses of it after all. */
+static inline __attribute__((always_inline)) void advance(const int rows, struct rows *at) {
+#pragma GCC unroll 3
+    for (int j = 0; 4 * j < rows; j++) {
+        at->four[j] += 4;
+        __asm__("" : "+r"(at->four[j]));
+    }
+}
+
 static inline __attribute__((always_inline)) void tile(
     const int rows, const float *x, long x_stride, const float *w, long depth, float *out, long out_stride, int add,
     long ahead) {
     wide sum[ROWS][2];
+    struct rows at = rows_of(rows, x, 4 * x_stride);
+    long thrice = 3 * at.stride;
 #pragma GCC unroll 12
     for (int i = 0; i < rows; i++) sum[i][0] = sum[i][1] = (wide){0};
-    for (long q = 0; q < depth; q++) {
-        wide low = *(const wide *)(w + q * COLUMNS), high = *(const wide *)(w + q * COLUMNS + LANES);
+    for (long q = 0; q < depth; q++, w += COLUMNS) {
+        wide low = *(const wide *)w, high = *(const wide *)(w + LANES);
         if (ahead) {
-            _mm_prefetch((const char *)(w + q * COLUMNS + ahead), NEAR);
-            if (LANES > 8) _mm_prefetch((const char *)(w + q * COLUMNS + LANES + ahead), NEAR);
+            _mm_prefetch((const char *)(w + ahead), NEAR);
+            if (LANES > 8) _mm_prefetch((const char *)(w + LANES + ahead), NEAR);
         }
 #pragma GCC unroll 12
         for (int i = 0; i < rows; i++) {
-            wide value = spread(x + i * x_stride + q);
+            wide value = spread(row_of(&at, i, thrice));
             sum[i][0] = fused(value, low, sum[i][0]);
             sum[i][1] = fused(value, high, sum[i][1]);
         }
+        advance(rows, &at);
     }
 #pragma GCC unroll 12
     for (int i = 0; i < rows; i++) {
@@ -296,6 +325,8 @@ void rollmill_pack_int8(const float *w, int8_t *packed, float *factors, long n, 
 static inline __attribute__((always_inline)) void tile_bf16(
     const int rows, const uint16_t *x, long x_stride, const uint16_t *w, long pairs, float *out, int add, int ahead) {
     __m512 sum[ROWS][2];
+    struct rows at = rows_of(rows, x, 2 * x_stride);
+    long thrice = 3 * at.stride;
 #pragma GCC unroll 12
     for (int i = 0; i < rows; i++)
         for (int half = 0; half < 2; half++)
@@ -309,11 +340,12 @@ static inline __attribute__((always_inline)) void tile_bf16(
 #pragma GCC unroll 12
         for (int i = 0; i < rows; i++) {
             int32_t two;
-            memcpy(&two, x + i * x_stride + 2 * pair, sizeof two);
+            memcpy(&two, row_of(&at, i, thrice), sizeof two);
             __m512bh value = (__m512bh)_mm512_set1_epi32(two);
             sum[i][0] = _mm512_dpbf16_ps(sum[i][0], value, low);
             sum[i][1] = _mm512_dpbf16_ps(sum[i][1], value, high);
         }
+        advance(rows, &at);
     }
 #pragma GCC unroll 12
     for (int i = 0; i < rows; i++)
@@ -419,12 +451,27 @@ static float softmax(float *scores, long n) {
 }
 
 /* Where the KV of one key head lies: position p is in block p / size of the table, at `start`, `stride` apart, counted in
- * numbers, which are float32 or bfloat16. */
+ * numbers, which are float32 or bfloat16. `next`, `next_start` and `next_blocks` say the same of what is computed after it. */
 struct kv {
     const void *keys, *values;
-    const int64_t *table;
-    long start, stride, size;
+    const int64_t *table, *next;
+    long start, stride, size, next_start, next_blocks;
 };
+
+/* The block that is needed next in the place of this one, to be brought nearer a few lines at a time: blocks are as large
+ * as pages and lie anywhere, so the processor does not foresee them, and a burst of requests it drops. NULL if it is here. */
+static inline __attribute__((always_inline)) const char *soon_of(
+    const int half, const void *numbers, const struct kv *kv, long block) {
+    if (block >= kv->next_blocks || (kv->next[block] == kv->table[block] && kv->next_start == kv->start)) return NULL;
+    return (const char *)numbers + (half ? 2 : 4) * (kv->next[block] * kv->stride + kv->next_start);
+}
+
+/* Asks for the lines of `bytes`, at least one; returns what is behind them. */
+static inline __attribute__((always_inline)) const char *bring(const char *soon, const int bytes) {
+#pragma GCC unroll 2
+    for (int at = 0; at < bytes; at += 64) _mm_prefetch(soon + at, _MM_HINT_T1);
+    return soon + bytes;
+}
 
 /* Eight numbers from the `at`-th on. */
 static inline __attribute__((always_inline)) lanes eight_of(const int half, const void *numbers, long at) {
@@ -443,7 +490,7 @@ static inline __m128 sums_of(__m256 a, __m256 b, __m256 c, __m256 d) {
  * flight to keep both multipliers busy, few enough for 16 registers. */
 static inline __attribute__((always_inline)) void block_scores(
     const int half, const int heads, const int together, const float *q, long q_stride, const void *keys, long at,
-    long first, long last, long dim, float scale, float *scores, long room) {
+    long first, long last, long dim, float scale, float *scores, long room, const char *soon) {
     for (long p = first; p < last; p += together) {
         long key[4]; /* behind the end the last one is computed again, in vain */
         for (int i = 0; i < together; i++) key[i] = at + ((p + i < last ? p + i : last - 1) - first) * dim;
@@ -453,6 +500,7 @@ static inline __attribute__((always_inline)) void block_scores(
 #pragma GCC unroll 4
             for (int i = 0; i < together; i++) sum[h][i] = (lanes){0};
         for (long d = 0; d < dim; d += 8) {
+            if (soon) soon = bring(soon, together * (half ? 16 : 32));
             lanes part[4];
 #pragma GCC unroll 4
             for (int i = 0; i < together; i++) part[i] = eight_of(half, keys, key[i] + d);
@@ -484,7 +532,9 @@ static inline __attribute__((always_inline)) void weighted_sum(
     for (long first = 0; first < n; first += kv.size) {
         long value = kv.table[first / kv.size] * kv.stride + kv.start + d;
         long last = n - first < kv.size ? n : first + kv.size;
+        const char *soon = soon_of(half, kv.values, &kv, first / kv.size);
         for (long p = first; p < last; p++, value += dim) {
+            if (soon) bring(soon + ((p - first) * dim + d) * (half ? 2 : 4), width * (half ? 16 : 32));
             lanes part[4];
 #pragma GCC unroll 4
             for (int i = 0; i < width; i++) part[i] = eight_of(half, kv.values, value + 8 * i);
@@ -512,7 +562,8 @@ static inline __attribute__((always_inline)) void attend(
     for (long first = 0; first < n; first += kv.size) {
         long at = kv.table[first / kv.size] * kv.stride + kv.start;
         long last = n - first < kv.size ? n : first + kv.size;
-        block_scores(half, heads, together, q, q_stride, kv.keys, at, first, last, dim, scale, scores, room);
+        const char *soon = soon_of(half, kv.keys, &kv, first / kv.size);
+        block_scores(half, heads, together, q, q_stride, kv.keys, at, first, last, dim, scale, scores, room, soon);
     }
     float total[SHARE];
     for (int h = 0; h < heads; h++) total[h] = softmax(scores + h * room, n);
@@ -574,7 +625,13 @@ long rollmill_attend(
         for (long job = 0; job < batch * kv_heads; job++) {
             if (!scores) continue;
             long b = order[job] / kv_heads, kv = order[job] % kv_heads;
-            struct kv at = {keys, values, tables + b * width, kv * size * dim, block, size};
+            struct kv at = {keys, values, tables + b * width, NULL, kv * size * dim, block, size, 0, 0};
+            if (job + 1 < batch * kv_heads) {
+                long next = order[job + 1] / kv_heads;
+                at.next = tables + next * width;
+                at.next_start = order[job + 1] % kv_heads * size * dim;
+                at.next_blocks = (counts[next] + size - 1) / size;
+            }
             for (long first = 0; first < share; first += SHARE) {
                 long h = kv * share + first;
                 const float *from = q + b * q_row + h * q_head;

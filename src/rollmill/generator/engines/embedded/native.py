@@ -22,6 +22,7 @@ import torch
 
 from rollmill.config.precision import cpu_flags
 from rollmill.errors import ModelError
+from rollmill.generator.engines.embedded.pages import HugePages
 from rollmill.weights.catalog import cache_directory
 
 _SOURCES = tuple(Path(__file__).with_name(name) for name in ("kernels.c", "rows.c"))
@@ -54,10 +55,11 @@ class Kernels:
     def __init__(self, library: ctypes.CDLL, *, variant: str) -> None:
         pointer, number = ctypes.c_void_p, ctypes.c_long
         self.variant = variant
+        self._pages = HugePages()
         self.bfloat16 = variant == "avx512_bf16"
         """Whether there is a product in bfloat16."""
         self.fuses = variant != "avx2"
-        """Whether there are `norm`, `gated` and `block_sums`."""
+        """Whether there are `norm`, `gated`, `rotate` and `block_sums`."""
         library.rollmill_columns.argtypes, library.rollmill_columns.restype = [], number
         self._columns = int(library.rollmill_columns())
         self._pack, self._linear = library.rollmill_pack, library.rollmill_linear
@@ -73,7 +75,9 @@ class Kernels:
             self._norm, self._gated = library.rollmill_norm, library.rollmill_gated
             self._norm.argtypes = [pointer] * 3 + [number] * 3 + [ctypes.c_float, number]
             self._gated.argtypes = [pointer] * 3 + [number] * 3
-            self._norm.restype = self._gated.restype = None
+            self._rotate = library.rollmill_rotate
+            self._rotate.argtypes = [pointer] * 3 + [number] * 5
+            self._norm.restype = self._gated.restype = self._rotate.restype = None
             self._block_sums = library.rollmill_block_sums
             self._block_sums.argtypes, self._block_sums.restype = [pointer] * 4 + [number] * 5, None
         self._write = library.rollmill_write
@@ -85,7 +89,7 @@ class Kernels:
 
     def new_packed(self, *, outputs: int, inputs: int) -> torch.Tensor:
         """Return room for a packed weight of this shape: float32, one dimension."""
-        return torch.empty(self._padded(outputs) * inputs, dtype=torch.float32)
+        return self._pages.empty(self._padded(outputs) * inputs, dtype=torch.float32)
 
     def pack(self, weight: torch.Tensor, packed: torch.Tensor, *, threads: int | None = None) -> None:
         """Write `weight`, float32 [outputs, inputs], into room made by `new_packed`, on torch's threads if `None`."""
@@ -100,7 +104,7 @@ class Kernels:
 
     def new_packed_bfloat16(self, *, outputs: int, inputs: int) -> torch.Tensor:
         """Return room for a packed weight of this shape: bfloat16, one dimension."""
-        return torch.empty(self._padded(outputs) * (inputs + inputs % 2), dtype=torch.bfloat16)
+        return self._pages.empty(self._padded(outputs) * (inputs + inputs % 2), dtype=torch.bfloat16)
 
     def pack_bfloat16(self, weight: torch.Tensor, packed: torch.Tensor, *, threads: int | None = None) -> None:
         """Write `weight`, bfloat16 [outputs, inputs], into room made by `new_packed_bfloat16`."""
@@ -118,7 +122,10 @@ class Kernels:
     def new_packed_int8(self, *, outputs: int, inputs: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return room for a weight of this shape in eight bits, and for the factor of each 32 inputs of an output."""
         columns, groups = self._padded(outputs), -(-inputs // INT8_GROUP)
-        return torch.empty(columns * inputs, dtype=torch.int8), torch.empty(columns * groups, dtype=torch.float32)
+        return (
+            self._pages.empty(columns * inputs, dtype=torch.int8),
+            self._pages.empty(columns * groups, dtype=torch.float32),
+        )
 
     def pack_int8(
         self, weight: torch.Tensor, packed: torch.Tensor, factors: torch.Tensor, *, threads: int | None = None
@@ -151,6 +158,18 @@ class Kernels:
         out, half = torch.empty_like(gate), gate.dtype is torch.bfloat16
         self._gated(gate.data_ptr(), up.data_ptr(), out.data_ptr(), half, gate.numel(), torch.get_num_threads())
         return out
+
+    def rotate(self, x: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> None:
+        """Turn the heads of each token by the angles of its position, in place: `x * cos + rotate_half(x) * sin`.
+
+        Args:
+            x: float32 or bfloat16 [tokens, heads, dim], contiguous; `dim` is even.
+            cosines: [tokens, dim] of the same type, contiguous.
+            sines: as cosines.
+        """
+        tokens, heads, dim = x.shape
+        addresses = (tensor.data_ptr() for tensor in (x, cosines, sines))
+        self._rotate(*addresses, x.dtype is torch.bfloat16, tokens, heads, dim, torch.get_num_threads())
 
     def block_sums(
         self, logits: torch.Tensor, temperatures: torch.Tensor, *, block: int

@@ -1,5 +1,5 @@
 /* What lies between the products of a layer, row by row, on x86-64 with AVX-512: root-mean-square norms, gated units,
- * sums of the next token's distribution; and, on any CPU, writing keys and values into blocks.
+ * rotary positions, sums of the next token's distribution; and, on any CPU, writing keys and values into blocks.
  *
  * Each is several of a general library's operators, which cost more in calls and in passes over memory than in
  * arithmetic. Numbers are float32, or bfloat16 if `half`; they are rounded where the modules that this stands for round
@@ -102,6 +102,36 @@ void rollmill_gated(const void *gate, const void *up, void *out, long half, long
     for (long at = 0; at < count; at += LANES) {
         if (half) gated(1, gate, up, out, at, count - at);
         else gated(0, gate, up, out, at, count - at);
+    }
+}
+
+/* ---- rotary positions */
+
+/* Numbers `i` and `i + n / 2` of a head are turned into each other by an angle of their own. */
+static inline __attribute__((always_inline)) void rotate(
+    const int half, void *x, long at, const void *cosines, const void *sines, long angle, long n) {
+    for (long q = 0, far = n / 2; q < n / 2; q += LANES, far += LANES) {
+        __mmask16 here = first(n / 2 - q);
+        __m512 low = load(half, x, at + q, here), high = load(half, x, at + far, here);
+        __m512 one = rounded(half, _mm512_mul_ps(low, load(half, cosines, angle + q, here)));
+        __m512 two = rounded(half, _mm512_mul_ps(high, load(half, sines, angle + q, here)));
+        __m512 three = rounded(half, _mm512_mul_ps(high, load(half, cosines, angle + far, here)));
+        __m512 four = rounded(half, _mm512_mul_ps(low, load(half, sines, angle + far, here)));
+        store(half, x, at + q, here, _mm512_sub_ps(one, two));
+        store(half, x, at + far, here, _mm512_add_ps(three, four));
+    }
+}
+
+/* x [tokens, heads, n], in place: x * cos + (-upper half of x, lower half of x) * sin, with cos and sin [tokens, n]. */
+void rollmill_rotate(
+    void *x, const void *cosines, const void *sines, long half, long tokens, long heads, long n, long threads) {
+#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1 && tokens * heads * n >= WORTH)
+    for (long token = 0; token < tokens; token++) {
+        for (long head = 0; head < heads; head++) {
+            long at = (token * heads + head) * n;
+            if (half) rotate(1, x, at, cosines, sines, token * n, n);
+            else rotate(0, x, at, cosines, sines, token * n, n);
+        }
     }
 }
 
