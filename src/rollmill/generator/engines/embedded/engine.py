@@ -36,6 +36,7 @@ from rollmill.generator.engines.embedded.core import EngineCore
 from rollmill.generator.engines.embedded.desk import AdapterDesk
 from rollmill.generator.engines.embedded.drafting import Drafter, DraftModel, draft_for
 from rollmill.generator.engines.embedded.kv import KvCache
+from rollmill.generator.engines.embedded.letters import Letters
 from rollmill.generator.engines.embedded.low_rank import LowRank
 from rollmill.generator.engines.embedded.memory import host_tier, kv_budget
 from rollmill.generator.engines.embedded.model import ServedModel
@@ -53,7 +54,7 @@ from rollmill.generator.engines.protocol import (
     UpdateReport,
 )
 from rollmill.generator.engines.sequence import Deliver, Sequence, check_request
-from rollmill.types import GenerateRequest, TokenChunk, Turn
+from rollmill.types import GenerateRequest, Turn
 
 R = TypeVar("R")
 _log = logging.getLogger(__name__)
@@ -133,6 +134,7 @@ class EmbeddedEngine:
 
     def _start_threads(self) -> None:
         self._wake = threading.Condition()
+        self._letters = Letters()
         self._commands: deque[Callable[[], None]] = deque()
         self._pending: set[Future] = set()
         self._drains: list[Future[None]] = []
@@ -243,7 +245,7 @@ class EmbeddedEngine:
             max_model_len=self._core.max_model_len,
             now_s=self._clock.now_s(),
             deliver=deliver,
-            on_tokens=None if on_tokens is None else _on_this_loop(on_tokens),
+            on_tokens=None if on_tokens is None else self._letters.to(asyncio.get_running_loop(), on_tokens),
         )
 
     async def _served(self, sequence: Sequence, result: Future[R]) -> R:
@@ -416,6 +418,7 @@ class EmbeddedEngine:
             self._wake.notify()
 
     def _settle(self, future: Future, result: object) -> None:
+        self._letters.send()  # a caller hears its tokens before it has its turn
         with self._wake:
             if future not in self._pending:
                 return
@@ -448,6 +451,7 @@ class EmbeddedEngine:
                 if self._core.has_work() and self._before_step is not None:
                     self._before_step()
                 self._core.step()
+                self._letters.send()
                 self._end_drains()
         except BaseException as error:  # whatever it was, nobody else would hear of it
             self._cause = error
@@ -524,14 +528,3 @@ def _guesser(
     if draft is not None:
         return Drafter(draft, kv=kv, max_num_batched_tokens=limits.max_num_batched_tokens)
     return Speculator() if speculation == "ngram" else None
-
-
-def _on_this_loop(on_tokens: OnTokens) -> OnTokens:
-    """Return what the worker may call: it hands over to the loop of the caller, in front of the turn itself."""
-    loop = asyncio.get_running_loop()
-
-    def tell(chunk: TokenChunk) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop was closed: nobody listens any more
-            loop.call_soon_threadsafe(on_tokens, chunk)
-
-    return tell
