@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollmill.generator.engines.embedded import pages
-from rollmill.generator.engines.embedded.pages import HugePages, zeros
+from rollmill.generator.engines.embedded.pages import HugePages, missing, zeros
 
 
 @given(sizes=st.lists(st.integers(0, 3000), max_size=12), chunk=st.sampled_from([64, 4096]))
@@ -66,3 +66,15 @@ def test_a_kernel_without_huge_pages_gives_the_same_memory(monkeypatch):
 
     monkeypatch.setattr(pages.mmap, "mmap", Plain)
     assert bool((zeros((4,), dtype=torch.float32) == 0).all())
+
+
+@pytest.mark.parametrize("choice", ["[always] madvise never", "always [madvise] never"])
+def test_a_machine_with_huge_pages_is_not_complained_of(tmp_path, choice):
+    (tmp_path / "enabled").write_text(choice)
+    assert missing(tmp_path / "enabled") is None
+    assert missing(tmp_path / "nothing") is None
+
+
+def test_a_machine_without_is_told_of_with_the_command_that_changes_it(tmp_path):
+    (tmp_path / "enabled").write_text("always madvise [never]\n")
+    assert f"echo madvise > {tmp_path / 'enabled'}" in (missing(tmp_path / "enabled") or "")

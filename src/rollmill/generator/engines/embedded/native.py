@@ -22,7 +22,7 @@ import torch
 
 from rollmill.config.precision import cpu_flags
 from rollmill.errors import ModelError
-from rollmill.generator.engines.embedded.pages import HugePages
+from rollmill.generator.engines.embedded.pages import HugePages, missing
 from rollmill.weights.catalog import cache_directory
 
 _SOURCES = tuple(Path(__file__).with_name(name) for name in ("kernels.c", "rows.c"))
@@ -335,6 +335,8 @@ def load_kernels() -> Kernels:
             continue
         if refused is not None:
             _log.warning("%s. Those for %s are used instead", refused, variant)
+        if (reason := missing()) is not None:
+            _log.warning("%s", reason)
         return kernels
     raise refused or _unavailable(
         f"they are written for AVX2 and AVX-512, and torch reports {torch.backends.cpu.get_cpu_capability()}"

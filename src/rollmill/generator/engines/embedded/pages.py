@@ -10,10 +10,12 @@ from __future__ import annotations
 import contextlib
 import math
 import mmap
+from pathlib import Path
 
 import torch
 
 CHUNK_BYTES = 64 << 20
+SWITCH = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _ALIGNMENT = 64
 
 
@@ -57,6 +59,20 @@ def zeros(shape: tuple[int, ...], *, dtype: torch.dtype) -> torch.Tensor:
         torch.frombuffer(mapping, dtype=dtype, count=numbers).view(shape)
         if numbers
         else torch.zeros(shape, dtype=dtype)
+    )
+
+
+def missing(switch: Path = SWITCH) -> str | None:
+    """Return why this machine gives no huge pages and what to do, `None` if it gives them or does not say."""
+    try:
+        choice = switch.read_text(encoding="ascii")
+    except OSError:
+        return None
+    if "[never]" not in choice:
+        return None
+    return (
+        f"this machine gives no huge pages ({switch} says {choice.strip()}): decoding of 8 to 16 sequences takes a fifth "
+        f"to a third longer. As root: echo madvise > {switch}"
     )
 
 
