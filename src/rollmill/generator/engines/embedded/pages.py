@@ -71,8 +71,8 @@ def missing(switch: Path = SWITCH) -> str | None:
     if "[never]" not in choice:
         return None
     return (
-        f"this machine gives no huge pages ({switch} says {choice.strip()}): decoding of 8 to 16 sequences takes a fifth "
-        f"to a third longer. As root: echo madvise > {switch}"
+        f"this machine gives no huge pages ({switch} says {choice.strip()}): decoding of 8 to 16 sequences takes a "
+        f"fifth to a third longer. As root: echo madvise > {switch}"
     )
 
 
