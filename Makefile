@@ -25,7 +25,7 @@ export GOMP_SPINCOUNT := 0
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: help train test test-all test-ci test-vllm test-gvisor test-qemu test-vendors test-sandboxes test-nightly lint format types docs bench proto clean
+.PHONY: help train test test-all test-ci test-vllm test-sglang test-gvisor test-qemu test-vendors test-sandboxes test-nightly lint format types docs bench proto clean
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -92,6 +92,11 @@ test-vllm: $(VENV)/.dev ## Hold a real vLLM to the contract of all engines (3.5 
 	$(BIN)/python -m pytest -m "slow and not gpu" -k vllm tests/contract/test_engine_contract.py \
 	  tests/contract/test_adapter_contract.py tests/integration/test_vllm_real.py tests/integration/test_serve_process.py \
 	  tests/integration/test_vllm_arguments_real.py tests/integration/test_vllm_nccl_real.py $(ARGS)
+
+test-sglang: $(VENV)/.dev ## Hold a real SGLang, in a rig for CPUs, to the contract of all engines (3.3 GB the first time)
+	$(BIN)/python tests/integration/sglang_rig/make.py
+	$(BIN)/python -m pytest -m "slow and not gpu" -k sglang tests/contract/test_engine_contract.py \
+	  tests/integration/test_sglang_real.py tests/integration/test_sglang_run.py $(ARGS)
 
 test-gvisor: $(VENV)/.dev ## Hold gVisor's sandboxes to the contract and the attacks (builds its runtime the first time)
 	command -v runsc >/dev/null || $(BIN)/rollmill sandbox build-runsc

@@ -37,8 +37,8 @@ def why_not() -> str | None:
     return None if free > ENOUGH_MEMORY_BYTES else f"{free} bytes of memory are free, {ENOUGH_MEMORY_BYTES} are needed"
 
 
-def settings_here(**changes: Any) -> GeneratorSettings:
-    """Settings with which the test rig's environment serves."""
+def settings_here(*, overlap_schedule: bool = False, **changes: Any) -> GeneratorSettings:
+    """Settings with which the test rig's environment serves, telling its load after each step."""
     return GeneratorSettings(
         **{
             "engine": "sglang",
@@ -47,10 +47,11 @@ def settings_here(**changes: Any) -> GeneratorSettings:
             "max_model_len": MAX_LEN,
             "sglang": SglangSettings(
                 python=str(rig.python()),
-                arguments=rig.ARGUMENTS,
+                arguments=(*rig.ARGUMENTS, "--load-snapshot-publish-interval", "1"),
                 variables=rig.VARIABLES,
                 start_deadline_s=START_DEADLINE_S,
                 load_poll_s=0.2,
+                overlap_schedule=overlap_schedule,
             ),
             **changes,
         }
@@ -60,9 +61,9 @@ def settings_here(**changes: Any) -> GeneratorSettings:
 class SharedServer:
     """A server that outlives the adapters that were built on it, unless one of them kills it."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, **changes: Any) -> None:
         self.old, self.new = random_model(seed=1), random_model(seed=2)
-        self.settings = settings_here()
+        self.settings = settings_here(**changes)
         self.log = folder / "server.log"
         self._folder = save_config(folder, llama(architectures=["LlamaForCausalLM"]))
         self._model = ServedModel.read(self._folder)

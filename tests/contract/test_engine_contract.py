@@ -783,11 +783,25 @@ def rounded_server(tmp_path_factory) -> Iterator[SharedServer]:
     server.stop()
 
 
-@pytest.fixture(params=["embedded", pytest.param("vllm", marks=REAL)])
+@pytest.fixture(scope="module")
+def rounded_sglang(tmp_path_factory) -> Iterator[SharedSglang]:
+    if (reason := why_no_sglang()) is not None:
+        pytest.skip(reason)
+    server = SharedSglang(tmp_path_factory.mktemp("sglang-bfloat16"), dtype="bfloat16")
+    yield server
+    server.stop()
+
+
+@pytest.fixture(params=["embedded", *(pytest.param(name, marks=REAL) for name in ("sglang", "vllm"))])
 async def rounded(request, tmp_path) -> AsyncIterator[Subject]:
     """An engine in bfloat16. A few tokens only: CPUs without it emulate it."""
     if request.param == "vllm":
         real = VllmSubject(request.getfixturevalue("rounded_server"))
+        yield real
+        await real.engine.close()
+        return
+    if request.param == "sglang":
+        real = SglangSubject(request.getfixturevalue("rounded_sglang"))
         yield real
         await real.engine.close()
         return

@@ -25,7 +25,7 @@ from generator_builders import (
     tensors_of,
 )
 from rollmill.clock import SystemClock
-from rollmill.errors import EngineDead, WeightError, WeightMismatch
+from rollmill.errors import EngineDead, EngineError, WeightError, WeightMismatch
 from rollmill.generator.engines.remote.engine import RemoteEngine
 from rollmill.generator.engines.remote.transfer import Spool
 from rollmill.generator.engines.sglang.dialect import (
@@ -251,6 +251,49 @@ async def test_trap_an_abort_of_what_the_front_end_holds_back_in_a_pause_is_lost
         await client.post(CONTINUE, json={"torch_empty_cache": False})
         await client.post(ABORT, json={"rid": "trap-gate-1"})
     assert '"type":"length"' in seen[-1]
+    await engine.close()
+
+
+# -- the overlapped schedule: a server of its own
+
+
+@pytest.fixture(scope="module")
+def overlapped(tmp_path_factory) -> Iterator[SharedServer]:
+    if (reason := why_not()) is not None:
+        pytest.skip(reason)
+    shared = SharedServer(tmp_path_factory.mktemp("sglang-overlapped"), overlap_schedule=True, kv_on_update="recompute")
+    yield shared
+    shared.stop()
+
+
+async def test_overlapped_each_token_of_a_request_in_flight_has_the_version_that_sampled_it(overlapped):
+    engine = overlapped.engine()
+    task = await running(engine, prompt_of(9))
+    await load_new(engine, overlapped, kv="recompute")
+    await engine.resume()
+    turn = await task
+    old, new = turn.version_spans
+    assert [(old.start_token, old.policy_version), (new.end_token, new.policy_version)] == [(0, 1), (LONG, 2)]
+    assert old.end_token == new.start_token >= 4
+    for span, model in ((old, overlapped.old), (new, overlapped.new)):
+        tokens = slice(span.start_token, span.end_token)
+        expected = reference_logprobs(model, turn, SamplingParams())[tokens]
+        np.testing.assert_allclose(turn.behavior_logprobs[tokens], expected, atol=1e-4)
+    await engine.close()
+
+
+async def test_overlapped_kv_cannot_be_kept_and_the_refusal_names_both_settings(overlapped):
+    engine = overlapped.engine()
+    task = await running(engine, prompt_of(9))
+    await engine.pause("keep")
+    with pytest.raises(EngineError, match=r"generator\.kv_on_update.*generator\.sglang\.overlap_schedule"):
+        await engine.update(tensors_of(overlapped.new), policy_version=2, digest="digest-2", kv="keep")
+    await engine.resume()
+    turn = await task
+    assert (engine.healthy(), [span.policy_version for span in turn.version_spans]) == (True, [1])
+    np.testing.assert_allclose(
+        turn.behavior_logprobs, reference_logprobs(overlapped.old, turn, SamplingParams()), atol=1e-4
+    )
     await engine.close()
 
 

@@ -50,7 +50,7 @@ def stand_in(folder: Path, code: str) -> dict[str, str]:
     return {"PATH": os.environ["PATH"], "PYTHONPATH": str(folder)}
 
 
-def started(folder: Path, code: str) -> tuple[ServerProcess, Path]:
+def started(folder: Path, code: str, *, log: Path | None = None) -> tuple[ServerProcess, Path]:
     environment = stand_in(folder, code)
     place = server_folder(entry_point="rollmill_file")
     environment["PYTHONPATH"] += f":{plugin_in(place)}"
@@ -62,6 +62,7 @@ def started(folder: Path, code: str) -> tuple[ServerProcess, Path]:
         arguments=[str(folder / "told")],
         environment=environment,
         folder=place,
+        log=log,
     )
     return process, place
 
@@ -79,6 +80,18 @@ def test_it_finds_the_plugin_and_is_gone_with_its_children_and_its_folder_when_i
     psutil.wait_procs([child], timeout=10)
     assert not child.is_running()
     assert not place.exists()
+
+
+@pytest.mark.parametrize("of_an_older_run", [False, True])
+def test_its_log_is_for_this_user_alone_for_servers_print_the_key_of_their_callers(tmp_path, of_an_older_run):
+    log = tmp_path / "server.log"
+    if of_an_older_run:
+        log.write_text("older")
+        log.chmod(0o644)
+    server, _ = started(tmp_path, SLEEPS, log=log)
+    mode = stat.S_IMODE(log.stat().st_mode)
+    server.stop(grace_s=5)
+    assert (oct(mode), log.read_text()) == ("0o600", "")
 
 
 def test_it_is_gone_when_the_process_that_started_it_is_killed(tmp_path):

@@ -533,6 +533,8 @@ async def test_with_an_overlapped_schedule_pauses_retract_and_kv_cannot_be_kept(
     assert [body["mode"] for body in world.server.bodies["/pause_generation"]] == ["retract"]
     with pytest.raises(EngineError, match="overlap_schedule"):
         await world.update(kv="keep")
+    # Nothing was asked of the server: the old version is as good as before.
+    assert (world.engine.healthy(), world.engine.info().policy_version) == (True, 1)
     await world.update(kv="recompute")
     assert world.engine.healthy()
     await world.engine.close()

@@ -232,8 +232,8 @@ class RemoteEngine:
         """Swap the weights in place; only while paused; a repeated version is a no-op.
 
         Raises:
-            EngineError: if not paused, if the version does not rise, or if the server failed: the engine is dirty then,
-                requests ended with what they had.
+            EngineError: if not paused, if the version does not rise, if KV is to be kept and cannot be; or if the
+                server failed: the engine is dirty then, requests ended with what they had.
             WeightError: if names, shapes or dtypes do not fit; nothing was changed.
             WeightMismatch: if the version is served with another digest.
         """
@@ -250,6 +250,11 @@ class RemoteEngine:
                 )
             if self.adapters is not None:
                 self.adapters.shelf.refuse_update(policy_version)
+            if kv == "keep" and "kv_keep" not in self._traits.capabilities:
+                raise EngineError(
+                    f"{self._traits.product} cannot keep KV over an update as it is set up; nothing was changed. Set "
+                    'generator.kv_on_update "recompute", or leave generator.sglang.overlap_schedule out'
+                )
             check_layout(tensors, expected=self._layout)
             started_s = self._clock.now_s()
             await self._load(tensors, policy_version=policy_version, kv=kv)

@@ -14,6 +14,7 @@ import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import BinaryIO
 
 from rollmill.clock import Clock
 from rollmill.errors import ConfigError, DeadlineExceeded, EngineDead
@@ -37,7 +38,8 @@ class ServerProcess:
         arguments: of the server.
         environment: its variables, whole.
         folder: its own, made by `folders.own_folder`; removed when it is stopped.
-        log: file for what it prints; in its folder if `None`.
+        log: file for what it prints, readable by this user alone, since servers print the key of their callers; in its
+            folder if `None`.
 
     Raises:
         ConfigError: if it cannot be started.
@@ -61,7 +63,7 @@ class ServerProcess:
         self.log = folder / "server.log" if log is None else log
         command = [str(python), str(_LAUNCHER), str(os.getpid()), module, *arguments]
         try:
-            with self.log.open("wb") as output:
+            with _own_file(self.log) as output:
                 self._process = subprocess.Popen(
                     command,
                     stdin=subprocess.DEVNULL,
@@ -153,3 +155,10 @@ class ServerProcess:
             return self.log.read_text(encoding="utf-8", errors="replace")
         except OSError as error:
             return f"(the log cannot be read: {error})"
+
+
+def _own_file(path: Path) -> BinaryIO:
+    """Open a file for writing that only this user can read, also where an older one lies."""
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    os.fchmod(handle, 0o600)
+    return os.fdopen(handle, "wb")

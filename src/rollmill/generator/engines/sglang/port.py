@@ -191,11 +191,6 @@ class SglangPort:
 
     async def load_weights(self, file: Path, *, policy_version: int, kv: KvPolicy) -> None:
         """Load weights while frozen, see the port's protocol."""
-        if kv == "keep" and self._settings.overlap_schedule:
-            raise EngineError(
-                "KV cannot be kept over an update with generator.sglang.overlap_schedule. Set "
-                'generator.kv_on_update "recompute", or leave overlap_schedule out'
-            )
         await asyncio.to_thread(check_file, file)
         flush = kv == "recompute"
         if flush:
