@@ -146,8 +146,12 @@ async def test_the_minimal_interface_answers_a_client_in_another_language(tmp_pa
     if node is None or npm is None:
         pytest.skip("node and npm are not installed")
     packages = ["@grpc/grpc-js@1", "@grpc/proto-loader@0.8"]
-    install = [npm, "install", "--no-audit", "--no-fund", "--silent", "--prefix", str(tmp_path), *packages]
-    got = await asyncio.to_thread(subprocess.run, install, capture_output=True, text=True, timeout=100, check=False)
+    patience = ["--fetch-timeout=20000", "--fetch-retries=1", "--fetch-retry-mintimeout=1000"]
+    install = [npm, "install", "--no-audit", "--no-fund", "--silent", *patience, "--prefix", str(tmp_path), *packages]
+    try:
+        got = await asyncio.to_thread(subprocess.run, install, capture_output=True, text=True, timeout=100, check=False)
+    except subprocess.TimeoutExpired:
+        pytest.skip("npm did not install the client's packages in 100 s: its registry does not answer")
     if got.returncode != 0:
         pytest.skip(f"npm could not install the client's packages: {got.stderr[-200:]}")
     repository, old, _ = two_versions()
