@@ -370,7 +370,7 @@ async def fleet(
 # A stream of the openai client that is left leaves its HTTP client's generators to the garbage collector. Here that may
 # run on an engine's thread, while the loop is closing them; Python then says that it lets them be.
 @pytest.mark.filterwarnings(
-    r"ignore:Exception ignored in. <async_generator object (AsyncResponseStream|Response)\."
+    r"ignore:Exception ignored in. <async_generator object (AsyncResponseStream|BoundAsyncStream|Response)\."
     ":pytest.PytestUnraisableExceptionWarning"
 )
 @pytest.mark.parametrize(("kv_policy", "replicas"), [("keep", 1), ("recompute", 1), ("keep", 3), ("recompute", 3)])
