@@ -12,6 +12,9 @@ WAYS = {
     "generate": "answers in one piece",
     "generate_keep_tokens": "answers in one piece, tokens kept",
     "stream": "streams of single tokens",
+    "exchange_generate": "answers in one piece, asked for in an exchange",
+    "exchange_generate_keep_tokens": "answers in one piece, tokens kept, asked for in an exchange",
+    "exchange_stream": "streams of single tokens, asked for in an exchange",
 }
 
 

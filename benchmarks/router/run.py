@@ -37,7 +37,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "generate_keep_tokens": {"keep_tokens": True},
     "stream": {},
 }
-"""Ways to ask: in one piece, in one piece with tokens kept (chunks of 16), and as a stream of single tokens."""
+"""Ways to answer: in one piece, in one piece with tokens kept (chunks of 16), and as a stream of single tokens."""
+WAYS = {f"{callers}{way}": (way, callers) for callers in ("", "exchange_") for way in SETTINGS}
+"""And to ask: with a call of gRPC for each request, or in an exchange, as our own client does."""
+PROXIED = ("generate", "stream")
 STREAMS = 1_000
 """Most streams at once: with 5,000 the clients' one process sees calls cancelled, in front of the bare proxy too."""
 
@@ -107,24 +110,23 @@ def over_sockets(args: argparse.Namespace) -> list[dict[str, Any]]:
     with contextlib.ExitStack() as stack:
         addresses = [stack.enter_context(serving(replica))[0] for _ in range(args.replicas)]
         for number in range(args.runs):
-            for way, settings in SETTINGS.items():
-                sides = ["router"] if way == "generate_keep_tokens" else ["router", "proxy"]
+            for way in WAYS:
+                sides = ["router", "proxy"] if way in PROXIED else ["router"]
                 for side in sides if number % 2 == 0 else reversed(sides):
-                    runs.append(one_run(args, way, settings, side=side, addresses=addresses))
+                    runs.append(one_run(args, way, side=side, addresses=addresses))
                     say(runs[-1])
     return runs
 
 
-def one_run(
-    args: argparse.Namespace, way: str, settings: dict[str, Any], *, side: str, addresses: list[str]
-) -> dict[str, Any]:
-    server = {"role": side, "replicas": addresses, "settings": {"max_queue": 100_000, **settings}}
+def one_run(args: argparse.Namespace, way: str, *, side: str, addresses: list[str]) -> dict[str, Any]:
+    answers, callers = WAYS[way]
+    server = {"role": side, "replicas": addresses, "settings": {"max_queue": 100_000, **SETTINGS[answers]}}
     with serving(server) as (address, pid):
-        streams = way == "stream"
+        streams = answers == "stream"
         sessions = min(args.sessions, STREAMS) if streams else args.sessions
         plan = {"role": "clients", "address": address, "pid": pid, "sessions": sessions, **SHAPE}
         requests = max(args.requests // 10, sessions) if streams else args.requests
-        found = call({**plan, "requests": requests, "streams": streams})
+        found = call({**plan, "requests": requests, "streams": streams, "exchange": bool(callers)})
     return {"part": "whole", "way": way, "side": side, "load_average": os.getloadavg()[0], **found}
 
 
@@ -139,8 +141,8 @@ def ratios(runs: list[dict[str, Any]]) -> dict[str, float]:
         found = [run for run in runs if all(run.get(key) == value for key, value in wanted.items())]
         return statistics.median(run["cpu_s_per_request"] for run in found)
 
-    found = {f"goal_over_{way}": GOAL_S / median(part="whole", side="router", way=way) for way in SETTINGS}
-    for way in ("generate", "stream"):
+    found = {f"goal_over_{way}": GOAL_S / median(part="whole", side="router", way=way) for way in WAYS}
+    for way in PROXIED:
         sides = {side: median(part="whole", side=side, way=way) for side in ("proxy", "router")}
         found[f"bare_proxy_over_router_{way}"] = sides["proxy"] / sides["router"]
     found["goal_over_all_but_grpc"] = GOAL_S / median(part="all_but_grpc", way="generate")

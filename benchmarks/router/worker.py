@@ -7,7 +7,7 @@ import itertools
 import json
 import sys
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import grpc
@@ -15,6 +15,9 @@ import psutil
 
 from rollmill.clock import SystemClock
 from rollmill.config.router import RouterSettings
+from rollmill.config.serving import LimitSettings
+from rollmill.generator.exchange.answering import Exchanges, Put
+from rollmill.generator.exchange.asking import AskingExchange
 from rollmill.generator.proto import policy_inference_pb2 as pb
 from rollmill.generator.router.forward import Forwarder
 from rollmill.generator.router.law import RouterLaw
@@ -111,7 +114,24 @@ async def replica(plan: dict[str, Any]) -> None:
     async def status(_: bytes, context: Any) -> bytes:
         return status_of()
 
+    class Answers:
+        async def reply(self, data: bytes) -> bytes:
+            return await generate(data, None)
+
+        async def events(self, data: bytes, *, put: Put) -> None:
+            async for event in stream(data, None):
+                put(event)
+
+    exchanges = Exchanges(Answers(), limits=LimitSettings(), calls=100_000)
+
+    async def exchange(frames: AsyncIterator[pb.AskFrame], context: Any) -> None:
+        await context.send_initial_metadata(exchanges.metadata)
+        await exchanges.serve(frames, write=context.write)
+
     handlers = {
+        "Exchange": grpc.stream_stream_rpc_method_handler(
+            exchange, pb.AskFrame.FromString, pb.AnswerFrame.SerializeToString
+        ),
         "Generate": grpc.unary_unary_rpc_method_handler(generate),
         "GenerateStream": grpc.unary_stream_rpc_method_handler(stream),
         "Status": grpc.unary_unary_rpc_method_handler(status),
@@ -176,11 +196,7 @@ async def clients(plan: dict[str, Any]) -> None:
     """Keeps so many sessions busy; measures the CPU of the server in front of it, after a warm-up."""
     server = psutil.Process(plan["pid"])
     channels = [grpc.aio.insecure_channel(plan["address"], options=UNBOUND) for _ in range(4)]
-    name = "GenerateStream" if plan["streams"] else "Generate"
-    if plan["streams"]:
-        calls = [channel.unary_stream(f"/{SERVICE}/{name}") for channel in channels]
-    else:
-        calls = [channel.unary_unary(f"/{SERVICE}/{name}") for channel in channels]
+    ask = _askers(plan, channels)
     bodies = [
         request(number, sessions=plan["sessions"], prompt_tokens=plan["prompt_tokens"], new_tokens=plan["new_tokens"])
         for number in range(2 * plan["requests"])
@@ -190,12 +206,7 @@ async def clients(plan: dict[str, Any]) -> None:
     async def session(numbers: list[int]) -> None:
         for number in numbers:
             started_s = time.monotonic()
-            call = calls[number % len(calls)](bodies[number], timeout=600)
-            if plan["streams"]:
-                async for _ in call:
-                    pass
-            else:
-                await call
+            await ask[number % len(ask)](bodies[number])
             latencies.append(time.monotonic() - started_s)
 
     async def run(first: int) -> None:
@@ -225,6 +236,35 @@ async def clients(plan: dict[str, Any]) -> None:
     )
     for channel in channels:
         await channel.close()
+
+
+def _askers(plan: dict[str, Any], channels: list[Any]) -> list[Callable[[bytes], Awaitable[None]]]:
+    """Return who sends a request over each channel: with a call of its own, or in an exchange as our client does."""
+
+    def of(channel: Any) -> Callable[[bytes], Awaitable[None]]:
+        exchange = AskingExchange(channel)
+        one, many = (make(f"/{SERVICE}/{name}") for make, name in (
+            (channel.unary_unary, "Generate"), (channel.unary_stream, "GenerateStream")
+        ))  # fmt: skip
+
+        async def call(body: bytes) -> None:
+            await one(body, timeout=600)
+
+        async def call_stream(body: bytes) -> None:
+            async for _ in many(body, timeout=600):
+                pass
+
+        async def reply(body: bytes) -> None:
+            assert await exchange.reply(body, timeout_s=600.0) is not None
+
+        async def events(body: bytes) -> None:
+            assert await exchange.events(body, hear=lambda _: None, timeout_s=600.0)
+
+        if plan["exchange"]:
+            return events if plan["streams"] else reply
+        return call_stream if plan["streams"] else call
+
+    return [of(channel) for channel in channels]
 
 
 # -- without sockets

@@ -14,8 +14,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from generator_builders import embedded, prompt_of, request
 from rollmill.config.serving import LimitSettings
-from rollmill.errors import EngineDead, EngineError, NotServing, Overloaded, SlowReader
+from rollmill.errors import DataError, EngineDead, EngineError, NotServing, Overloaded, SlowReader
 from rollmill.generator.client import GeneratorClient, open_channel
+from rollmill.generator.exchange.asking import METHOD, AskingExchange, CallFailed
 from rollmill.generator.proto import policy_inference_pb2 as pb
 from rollmill.generator.proto import policy_inference_pb2_grpc as pb_grpc
 from rollmill.generator.proto import rl_inference_pb2 as rl_pb
@@ -101,6 +102,43 @@ async def test_every_bad_request_gets_its_status_and_disturbs_nobody(method):
             assert why in details
 
 
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda exchange, data: exchange.reply(data, timeout_s=10),
+        lambda exchange, data: exchange.events(data, hear=print, timeout_s=10),
+    ],
+    ids=["reply", "events"],
+)
+async def test_every_bad_request_of_an_exchange_fails_alone_with_the_same_status(ask):
+    async with beside_a_bystander() as (client, _), open_channel(client.address) as channel:
+        exchange = AskingExchange(channel)
+        for name, (asked, status, code, why) in BAD.items():
+            data = asked.SerializeToString()
+            with pytest.raises(CallFailed) as failed:
+                await ask(exchange, data)
+            assert (name, failed.value.status, failed.value.metadata.get("rollmill-code")) == (name, status, code)
+            assert why in failed.value.details
+        good = await exchange.reply(message(request_id="good").SerializeToString(), timeout_s=10)
+        assert len(pb.GenerateReply.FromString(good or b"").samples[0].output_ids) == 4
+        await exchange.close()
+
+
+async def test_frames_that_break_the_rules_end_their_exchange_with_a_status_and_disturb_nobody():
+    asked = message(request_id="twice").SerializeToString()
+    twice = pb.AskFrame(asks=[pb.Ask(call=1, generate=asked), pb.Ask(call=1, generate=asked)])
+    wrong = {b"\xff\xff": "no message of this method", twice.SerializeToString(): "upwards from 1"}
+    async with beside_a_bystander() as (client, _), open_channel(client.address) as channel:
+        for frame, why in wrong.items():
+            call = channel.stream_stream(METHOD)(timeout=10)
+            await call.write(frame)
+            got, details, _ = await refused(read_to_the_end(call))
+            assert (got, why in details) == ("INVALID_ARGUMENT", True)
+        large = channel.stream_stream(METHOD)(timeout=10)
+        await large.write(b"x" * 70_000)
+        assert (await refused(read_to_the_end(large)))[0] == "RESOURCE_EXHAUSTED"
+
+
 async def test_siblings_never_share_an_id_with_another_request():
     repository, _, _ = two_versions()
     async with (
@@ -148,6 +186,13 @@ async def test_a_message_that_is_too_large_is_refused_before_it_is_read():
     async with beside_a_bystander() as (_, stub):
         got, details, _ = await refused(stub.Generate(message(prompt_ids=[127] * 70_000), timeout=10))
     assert (got, "larger than max" in details) == ("RESOURCE_EXHAUSTED", True)
+
+
+async def test_a_request_that_is_too_large_for_a_message_is_a_data_error_of_a_client_and_no_matter_to_its_others():
+    async with beside_a_bystander() as (client, _):  # whose own request is in the same exchange
+        for on_tokens in (None, print):
+            with pytest.raises(DataError, match="max_body_bytes"):
+                await client.generate(request("large", [127] * 70_000), on_tokens=on_tokens)
 
 
 @pytest.mark.parametrize(

@@ -78,6 +78,7 @@ async def test_reflection_describes_every_service_its_methods_and_their_fields()
     assert services[OURS].keys() == {
         "Generate",
         "GenerateStream",
+        "Exchange",
         "Abort",
         "Score",
         "LoadWeights",

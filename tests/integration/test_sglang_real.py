@@ -198,7 +198,10 @@ async def test_what_is_ended_in_a_pause_has_left_the_server_when_it_goes_on(serv
     assert (await task).stop_reason is StopReason.ABORT
     await engine.resume()
     await engine.generate(request("next", prompt_of(5), max_new_tokens=2))
-    assert server.loads()["num_running_reqs"] == 0
+    async with asyncio.timeout(20):  # the scheduler drops what has ended when it plans its next step
+        while server.loads()["num_running_reqs"] > 0:
+            pass
+    assert server.loads()["num_total_tokens"] < LONG
     await engine.close()
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+import contextlib
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any, TypeVar
 
 import grpc
@@ -10,6 +11,7 @@ import numpy as np
 
 from rollmill.errors import EngineDead, EngineError, RollmillError
 from rollmill.generator.engines.protocol import OnTokens, Reward
+from rollmill.generator.exchange.asking import AskingExchange, CallFailed
 from rollmill.generator.proto import policy_inference_pb2 as pb
 from rollmill.generator.proto import policy_inference_pb2_grpc as pb_grpc
 from rollmill.generator.security import TlsFiles, bearer
@@ -65,7 +67,7 @@ def open_channel(
 
 
 class GeneratorClient:
-    """One replica, over gRPC.
+    """One replica or a router, over gRPC: one exchange for all its requests, where the service has that.
 
     Args:
         address: `host:port`.
@@ -95,10 +97,11 @@ class GeneratorClient:
         self.address = address
         self._control_deadline_s = control_deadline_s
         self._grace_s = grace_s
-        self._metadata = () if token is None else (("authorization", bearer(token)),)
+        self._metadata: tuple[tuple[str, str], ...] = () if token is None else (("authorization", bearer(token)),)
         self._channel = open_channel(address, tls=tls)
         self._closed = False
         self._stub = pb_grpc.PolicyInferenceStub(self._channel)
+        self._exchange = AskingExchange(self._channel, metadata=self._metadata)
 
     async def generate(self, request: GenerateRequest, *, on_tokens: OnTokens | None = None) -> Turn:
         """Return the finished turn, or the partial one with `StopReason.ABORT` past the request's deadline.
@@ -127,35 +130,38 @@ class GeneratorClient:
         Cancellation:
             cancels the call, which frees the KV of all of them.
         """
-        reply = await self._call(
-            self._stub.Generate,
-            request_to_message(request, siblings=siblings),
-            deadline_s=request.deadline_s + self._grace_s,
-        )
+        self._refuse_if_closed("GenerateRequest")
+        message = request_to_message(request, siblings=siblings)
+        deadline_s = request.deadline_s + self._grace_s
+        with self._errors("GenerateRequest"):
+            data = await self._exchange.reply(message.SerializeToString(), timeout_s=deadline_s)
+        if data is None:
+            reply = await self._call(self._stub.Generate, message, deadline_s=deadline_s)
+        else:
+            reply = pb.GenerateReply.FromString(data)
         return turns_from_message(reply, prompt_ids=request.prompt_ids, siblings=siblings)
 
     async def _stream(self, request: GenerateRequest, *, on_tokens: OnTokens) -> Turn:
         self._refuse_if_closed("GenerateStream")
-        assembler = TurnAssembler(request.request_id, prompt_ids=request.prompt_ids)
-        call = self._stub.GenerateStream(
-            request_to_message(request), timeout=request.deadline_s + self._grace_s, metadata=self._metadata
-        )
+        message, heard = request_to_message(request), _Heard(request, on_tokens=on_tokens)
+        timeout_s = request.deadline_s + self._grace_s
+        with self._errors("GenerateStream"):
+            if not await self._exchange.events(message.SerializeToString(), hear=heard.take_bytes, timeout_s=timeout_s):
+                await self._stream_alone(message, heard=heard, timeout_s=timeout_s)
+        if heard.turn is None:
+            raise EngineError(
+                f"the stream of request {request.request_id} from the generator at {self.address} ended without its "
+                "finish; some of its tokens may be lost. Send the request again"
+            )
+        return heard.turn
+
+    async def _stream_alone(self, message: pb.GenerateRequest, *, heard: _Heard, timeout_s: float) -> None:
+        call = self._stub.GenerateStream(message, timeout=timeout_s, metadata=self._metadata)
         try:
             async for event in call:
-                if event.HasField("tokens"):
-                    chunk = chunk_from_message(event.tokens)
-                    assembler.add(chunk)
-                    on_tokens(chunk)
-                elif event.HasField("finished"):
-                    return assembler.finish(event.finished)
-        except grpc.aio.AioRpcError as error:
-            raise self._typed(error, asked="GenerateStream") from error
+                heard.take(event)
         finally:
             call.cancel()
-        raise EngineError(
-            f"the stream of request {request.request_id} from the generator at {self.address} ended without its "
-            "finish; some of its tokens may be lost. Send the request again"
-        )
 
     async def abort(self, request_id: str) -> bool:
         """Abort exactly this request; return whether it was there."""
@@ -209,14 +215,22 @@ class GeneratorClient:
     async def close(self) -> None:
         """Close the channel; calls in flight end with `RequestAborted`, later ones with `EngineDead`."""
         self._closed = True
+        await self._exchange.close()
         await self._channel.close()
 
     async def _call(self, method: Callable[..., Awaitable[M]], message: Any, *, deadline_s: float) -> M:
         self._refuse_if_closed(type(message).__name__)
-        try:
+        with self._errors(type(message).__name__):
             return await method(message, timeout=deadline_s, metadata=self._metadata)
+
+    @contextlib.contextmanager
+    def _errors(self, asked: str) -> Iterator[None]:
+        try:
+            yield
         except grpc.aio.AioRpcError as error:
-            raise self._typed(error, asked=type(message).__name__) from error
+            raise self._typed(CallFailed.of(error), asked=asked) from error
+        except CallFailed as error:
+            raise self._typed(error, asked=asked) from error
 
     def _refuse_if_closed(self, asked: str) -> None:
         """A replica that was given up may still be asked by who has not heard of it."""
@@ -226,11 +240,32 @@ class GeneratorClient:
                 "was lost or left. Ask another one"
             )
 
-    def _typed(self, error: grpc.aio.AioRpcError, *, asked: str) -> RollmillError:
-        metadata = {str(key): str(value) for key, value in error.trailing_metadata() or ()}
-        return error_from_status(
-            error.code().name,
-            error.details() or "",
-            metadata=metadata,
-            where=f"{asked} to the generator at {self.address}",
-        )
+    def _typed(self, error: CallFailed, *, asked: str) -> RollmillError:
+        where = f"{asked} to the generator at {self.address}"
+        return error_from_status(error.status, error.details, metadata=error.metadata, where=where)
+
+
+class _Heard:
+    """Makes a turn out of the events of a stream, and lets its tokens be heard.
+
+    Attributes:
+        turn: once the stream has its finish.
+    """
+
+    def __init__(self, request: GenerateRequest, *, on_tokens: OnTokens) -> None:
+        self.turn: Turn | None = None
+        self._assembler = TurnAssembler(request.request_id, prompt_ids=request.prompt_ids)
+        self._on_tokens = on_tokens
+
+    def take_bytes(self, event: bytes) -> None:
+        """Hear a serialized event."""
+        self.take(pb.GenerateEvent.FromString(event))
+
+    def take(self, event: pb.GenerateEvent) -> None:
+        """Hear an event."""
+        if event.HasField("tokens"):
+            chunk = chunk_from_message(event.tokens)
+            self._assembler.add(chunk)
+            self._on_tokens(chunk)
+        elif event.HasField("finished"):
+            self.turn = self._assembler.finish(event.finished)

@@ -20,15 +20,62 @@ from rollmill.types import GenerateRequest, TokenChunk, Turn
 Write = Callable[[pb.GenerateEvent], Awaitable[None]]
 
 
+class EventMaker:
+    """Makes events of what the service lets hear of a request.
+
+    Args:
+        request: with its prompt as ids.
+        text: makes the text of a turn, for a caller whose prompt was text or messages; `None` sends ids only.
+        chunk_tokens: tokens of a sibling that go together.
+        put: takes the events, in order.
+    """
+
+    def __init__(
+        self,
+        request: GenerateRequest,
+        *,
+        text: Callable[[Turn], str] | None,
+        chunk_tokens: int,
+        put: Callable[[pb.GenerateEvent], None],
+    ) -> None:
+        self._joiner = ChunkJoiner(chunk_tokens)
+        self._request, self._text, self._put = request, text, put
+
+    def begin(self) -> None:
+        """Say what the prompt became, where it was text or messages."""
+        if self._text is not None:
+            prompt_ids = self._request.prompt_ids.tolist()
+            self._put(pb.GenerateEvent(request_id=self._request.request_id, prompt_ids=prompt_ids))
+
+    def tokens(self, index: int, chunk: TokenChunk) -> None:
+        """Hear the next tokens of a sibling."""
+        for joined in self._joiner.add(index, chunk):
+            self._put_chunk(index, joined)
+
+    def finished(self, index: int, turn: Turn) -> None:
+        """Hear the end of a sibling."""
+        for joined in self._joiner.flush(index):
+            self._put_chunk(index, joined)
+        text = None if self._text is None else self._text(turn)
+        self._put(finished_to_message(turn, request_id=self._request.request_id, index=index, text=text))
+
+    def flush(self) -> None:
+        """Send what is held back."""
+        for index, chunk in self._joiner.flush_all():
+            self._put_chunk(index, chunk)
+
+    def _put_chunk(self, index: int, chunk: TokenChunk) -> None:
+        self._put(chunk_to_message(chunk, request_id=self._request.request_id, index=index))
+
+
 class EventStream:
-    """Runs a request and writes its events, in order; a listener of the service.
+    """Runs a request and writes its events, in order.
 
     Args:
         request: with its prompt as ids.
         siblings: samples asked for.
         limits: how many events may wait, and how long one may take.
-        text: makes the text of a turn, for a caller whose prompt was text or messages; `None` sends ids only.
-        chunk_tokens: tokens of a sibling that go together.
+        text, chunk_tokens: of `EventMaker`.
     """
 
     def __init__(
@@ -40,8 +87,8 @@ class EventStream:
         text: Callable[[Turn], str] | None,
         chunk_tokens: int = 1,
     ) -> None:
-        self._joiner = ChunkJoiner(chunk_tokens)
-        self._request, self._siblings, self._limits, self._text = request, siblings, limits, text
+        self._request, self._siblings, self._limits = request, siblings, limits
+        self._maker = EventMaker(request, text=text, chunk_tokens=chunk_tokens, put=self._put)
         self._events: asyncio.Queue[pb.GenerateEvent | None] = asyncio.Queue()  # bounded by _put
         self._generation: asyncio.Task[None] | None = None
         self._error: RollmillError | None = None
@@ -56,44 +103,23 @@ class EventStream:
         Cancellation:
             aborts the request and frees its KV.
         """
-        if self._text is not None:
-            first = pb.GenerateEvent(request_id=self._request.request_id, prompt_ids=self._request.prompt_ids.tolist())
-            self._events.put_nowait(first)
+        self._maker.begin()
         async with asyncio.TaskGroup() as tasks:
             self._generation = tasks.create_task(self._generate(service), name=self._request.request_id)
             await self._write_all(write)
         if self._error is not None:
             raise self._error
 
-    def tokens(self, index: int, chunk: TokenChunk) -> None:
-        """Hear the next tokens of a sibling."""
-        for joined in self._joiner.add(index, chunk):
-            self._put_chunk(index, joined)
-
-    def finished(self, index: int, turn: Turn) -> None:
-        """Hear the end of a sibling."""
-        for joined in self._joiner.flush(index):
-            self._put_chunk(index, joined)
-        text = None if self._text is None else self._text(turn)
-        self._put(finished_to_message(turn, request_id=self._request.request_id, index=index, text=text))
-
-    def _put_chunk(self, index: int, chunk: TokenChunk) -> None:
-        self._put(chunk_to_message(chunk, request_id=self._request.request_id, index=index))
-
     async def _generate(self, service: InferenceService) -> None:
         """Generate; an error is kept, so that the events before it are written first."""
         try:
-            await service.generate(self._request, siblings=self._siblings, listener=self)
+            await service.generate(self._request, siblings=self._siblings, listener=self._maker)
         except RollmillError as error:
-            self._flush()  # what an engine that died had sampled
+            self._maker.flush()  # what an engine that died had sampled
             self._error = self._error or error
         finally:
-            self._flush()
+            self._maker.flush()
             self._events.put_nowait(None)
-
-    def _flush(self) -> None:
-        for index, chunk in self._joiner.flush_all():
-            self._put_chunk(index, chunk)
 
     async def _write_all(self, write: Write) -> None:
         while (event := await self._events.get()) is not None:

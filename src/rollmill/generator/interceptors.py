@@ -7,7 +7,7 @@ watch the health takes the token, because a watch holds its call for ever.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import grpc
@@ -80,7 +80,7 @@ class FormatInterceptor(grpc.aio.ServerInterceptor):
     ) -> Handler | None:
         """Return the handler behind a check of its message; made once for each method."""
         handler, method = await continuation(handler_call_details), str(handler_call_details.method)
-        if handler is None or handler.request_streaming:
+        if handler is None:
             return handler
         known = self._checking.get(method)
         if known is None or known[0] is not handler:
@@ -94,11 +94,13 @@ class _NoMessage:
     def __init__(self, why: str) -> None:
         self.why = why
 
+    def error(self) -> DataError:
+        return DataError(f"these bytes are no message of this method: {self.why}. Use the published .proto")
+
 
 def _checking(handler: Handler) -> Handler:
-    behavior: Any = handler.unary_stream if handler.response_streaming else handler.unary_unary
     read = handler.request_deserializer
-    if read is None or not inspect.iscoroutinefunction(behavior):
+    if read is None:
         return handler
 
     def parse(data: bytes) -> object:
@@ -107,11 +109,41 @@ def _checking(handler: Handler) -> Handler:
         except DecodeError as error:
             return _NoMessage(str(error))
 
+    check = _check_stream if handler.request_streaming else _check_one
+    found = check(handler, parse)
+    return handler if found is None else found
+
+
+def _check_one(handler: Handler, parse: Callable[[bytes], object]) -> Handler | None:
+    behavior: Any = handler.unary_stream if handler.response_streaming else handler.unary_unary
+    if not inspect.iscoroutinefunction(behavior):
+        return None
+
     async def checked(request: object, context: Context) -> object:
         if isinstance(request, _NoMessage):
-            error = DataError(f"these bytes are no message of this method: {request.why}. Use the published .proto")
-            await abort_with(error, context=context)
+            await abort_with(request.error(), context=context)
         return await behavior(request, context)
 
     make = grpc.unary_stream_rpc_method_handler if handler.response_streaming else grpc.unary_unary_rpc_method_handler
     return make(checked, request_deserializer=parse, response_serializer=handler.response_serializer)
+
+
+def _check_stream(handler: Handler, parse: Callable[[bytes], object]) -> Handler | None:
+    behavior: Any = handler.stream_stream
+    if not inspect.iscoroutinefunction(behavior):
+        return None
+
+    async def checked(requests: AsyncIterator[object], context: Context) -> object:
+        return await behavior(_messages(requests), context)
+
+    return grpc.stream_stream_rpc_method_handler(
+        checked, request_deserializer=parse, response_serializer=handler.response_serializer
+    )
+
+
+async def _messages(requests: AsyncIterator[object]) -> AsyncIterator[object]:
+    """Pass messages on; whoever reads them gets the error of the first that is none."""
+    async for request in requests:
+        if isinstance(request, _NoMessage):
+            raise request.error()
+        yield request

@@ -287,6 +287,7 @@ async def _answering(
         yield Addresses(grpc=address_of(host, bound), others=dict(others))
     finally:
         closing.set()
+        servicer.exchanges.end()
         await server.stop(grace=1.0)
 
 

@@ -2,7 +2,7 @@
 
 | call | waits for | gives up after |
 |---|---|---|
-| Generate, GenerateStream | its turns | the request's deadline (the engine returns what there is); the client leaves |
+| Generate, GenerateStream, a request of Exchange | its turns | its deadline, with what there is; the client leaves |
 | one event of a stream | its reader | `generator.limits.stream_stall_s`; earlier if too many events wait |
 | LoadWeights | pull, swap, proof | the load deadline; goes on if the client leaves |
 | Drain | requests that run | the deadline in the call; the rest is aborted and counted |
@@ -14,7 +14,7 @@ Translates; what is refused and why is the service's.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import TypeVar
 
 import grpc
@@ -25,7 +25,8 @@ from grpc_reflection.v1alpha import reflection
 
 from rollmill.config.serving import LimitSettings
 from rollmill.errors import ConfigError, DataError, InvariantViolation, RollmillError
-from rollmill.generator.event_stream import EventStream
+from rollmill.generator.event_stream import EventMaker, EventStream
+from rollmill.generator.exchange.answering import Exchanges, Put
 from rollmill.generator.interceptors import abort_with, interceptors
 from rollmill.generator.proto import policy_inference_pb2 as pb
 from rollmill.generator.proto import policy_inference_pb2_grpc as pb_grpc
@@ -76,6 +77,7 @@ class PolicyInferenceServicer(pb_grpc.PolicyInferenceServicer):
     def __init__(self, service: InferenceService) -> None:
         self.service = service
         self.health = health.aio.HealthServicer()  # pyright: ignore[reportAttributeAccessIssue]
+        self.exchanges = Exchanges(self, limits=service.limits, calls=calls_at_once(service.limits))
         service.on_standing = self.publish_health
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> pb.GenerateReply:
@@ -85,6 +87,39 @@ class PolicyInferenceServicer(pb_grpc.PolicyInferenceServicer):
     async def GenerateStream(self, request: pb.GenerateRequest, context: Context) -> None:
         """Sample turns, token by token."""
         await self._answer(context, lambda: self._stream(request, context))
+
+    async def Exchange(self, request_iterator: AsyncIterator[pb.AskFrame], context: Context) -> None:
+        """Sample turns for one caller of many requests."""
+        await context.send_initial_metadata(self.exchanges.metadata)
+        await self._answer(context, lambda: self.exchanges.serve(request_iterator, write=context.write))
+
+    async def reply(self, data: bytes) -> bytes:
+        """Return the serialized reply to a request of an exchange."""
+        try:
+            return (await self._generate(pb.GenerateRequest.FromString(data))).SerializeToString()
+        except RollmillError as error:
+            await self.service.take_note(error)
+            raise
+
+    async def events(self, data: bytes, *, put: Put) -> None:
+        """Hand the serialized events of a request of an exchange to `put`."""
+        message = pb.GenerateRequest.FromString(data)
+        try:
+            request, rendered = await self._request(message)
+            maker = EventMaker(
+                request,
+                text=self._text if rendered else None,
+                chunk_tokens=message.chunk_tokens,
+                put=lambda event: put(event.SerializeToString()),
+            )
+            maker.begin()
+            try:
+                await self.service.generate(request, siblings=message.siblings or 1, listener=maker)
+            finally:
+                maker.flush()
+        except RollmillError as error:
+            await self.service.take_note(error)
+            raise
 
     async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortReply:
         """Abort exactly the named request."""
@@ -246,7 +281,7 @@ def new_server(
         interceptors=interceptors(token=token),
         options=server_options(limits),
         # A reader that is stuck holds its call, but no place and no KV: twice the places, and then it is refused.
-        maximum_concurrent_rpcs=_calls(limits),
+        maximum_concurrent_rpcs=calls_at_once(limits),
     )
     servicer = PolicyInferenceServicer(service)
     pb_grpc.add_PolicyInferenceServicer_to_server(servicer, server)
@@ -257,7 +292,7 @@ def new_server(
     return server, servicer
 
 
-def _calls(limits: LimitSettings) -> int:
+def calls_at_once(limits: LimitSettings) -> int:
     """Return how many calls are taken at once, requests that will be refused for want of a place included."""
     return 2 * limits.max_requests + _CONTROL_CALLS
 
@@ -268,10 +303,10 @@ def server_options(limits: LimitSettings) -> tuple[tuple[str, int], ...]:
         ("grpc.max_send_message_length", -1),
         ("grpc.max_receive_message_length", limits.max_body_bytes),
         # A call too many is refused. If the connection had no stream left for it, it would be held back instead.
-        ("grpc.max_concurrent_streams", _calls(limits) + _CONTROL_CALLS),
+        ("grpc.max_concurrent_streams", calls_at_once(limits) + _CONTROL_CALLS),
         # gRPC cancels calls beyond 1,000 to 3,000 that we have not looked at yet; a full router sees that many at once.
-        ("grpc.server.max_pending_requests", _calls(limits) + _CONTROL_CALLS),
-        ("grpc.server.max_pending_requests_hard_limit", _calls(limits) + _CONTROL_CALLS),
+        ("grpc.server.max_pending_requests", calls_at_once(limits) + _CONTROL_CALLS),
+        ("grpc.server.max_pending_requests_hard_limit", calls_at_once(limits) + _CONTROL_CALLS),
         ("grpc.keepalive_time_ms", round(limits.keepalive_s * 1000)),
         ("grpc.keepalive_timeout_ms", round(limits.keepalive_timeout_s * 1000)),
         # Without this one, an unanswered ping closes the connection only after a minute.

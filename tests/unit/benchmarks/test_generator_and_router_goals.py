@@ -63,6 +63,7 @@ def test_a_goal_of_the_router_is_that_of_the_median_with_all_sessions():
         "runs": [
             *runs(0.0002, 0.0009, 0.00025),
             *runs(0.0003, way="stream"),
+            *runs(0.0001, way="exchange_generate"),
             *runs(0.00001, way="stream", side="proxy"),
         ],
     }
@@ -72,6 +73,9 @@ def test_a_goal_of_the_router_is_that_of_the_median_with_all_sessions():
         "cpu_s_per_request_generate": (0.00025, True),
         "cpu_s_per_request_generate_keep_tokens": (None, None),
         "cpu_s_per_request_stream": (0.0003, False),
+        "cpu_s_per_request_exchange_generate": (0.0001, True),
+        "cpu_s_per_request_exchange_generate_keep_tokens": (None, None),
+        "cpu_s_per_request_exchange_stream": (None, None),
     }
     fewer = module.goals_of({**result, "settings": {"sessions": 100}})
     assert (fewer["sessions"]["reached"], fewer["cpu_s_per_request_generate"]["reached"]) == (False, None)

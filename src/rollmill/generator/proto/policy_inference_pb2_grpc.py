@@ -45,6 +45,11 @@ class PolicyInferenceStub:
                 request_serializer=rollmill_dot_generator_dot_proto_dot_policy__inference__pb2.GenerateRequest.SerializeToString,
                 response_deserializer=rollmill_dot_generator_dot_proto_dot_policy__inference__pb2.GenerateEvent.FromString,
                 _registered_method=True)
+        self.Exchange = channel.stream_stream(
+                '/rollmill.generator.v1.PolicyInference/Exchange',
+                request_serializer=rollmill_dot_generator_dot_proto_dot_policy__inference__pb2.AskFrame.SerializeToString,
+                response_deserializer=rollmill_dot_generator_dot_proto_dot_policy__inference__pb2.AnswerFrame.FromString,
+                _registered_method=True)
         self.Abort = channel.unary_unary(
                 '/rollmill.generator.v1.PolicyInference/Abort',
                 request_serializer=rollmill_dot_generator_dot_proto_dot_policy__inference__pb2.AbortRequest.SerializeToString,
@@ -86,6 +91,16 @@ class PolicyInferenceServicer:
 
     def GenerateStream(self, request, context):
         """The same, token by token. The tokens of all events of a sample are those that Generate would have returned.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Exchange(self, request_iterator, context):
+        """Many requests over one call, for callers that send many: each is answered as Generate or GenerateStream answers it,
+        with an error of its own where they would end with one, and what is to be said at one time is one message. The
+        initial metadata `rollmill-frame-bytes` says how large a frame may be; what fits into none has a call of its own.
+        An exchange that ends cancels its requests.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -138,6 +153,11 @@ def add_PolicyInferenceServicer_to_server(servicer, server):
                     servicer.GenerateStream,
                     request_deserializer=rollmill_dot_generator_dot_proto_dot_policy__inference__pb2.GenerateRequest.FromString,
                     response_serializer=rollmill_dot_generator_dot_proto_dot_policy__inference__pb2.GenerateEvent.SerializeToString,
+            ),
+            'Exchange': grpc.stream_stream_rpc_method_handler(
+                    servicer.Exchange,
+                    request_deserializer=rollmill_dot_generator_dot_proto_dot_policy__inference__pb2.AskFrame.FromString,
+                    response_serializer=rollmill_dot_generator_dot_proto_dot_policy__inference__pb2.AnswerFrame.SerializeToString,
             ),
             'Abort': grpc.unary_unary_rpc_method_handler(
                     servicer.Abort,
@@ -220,6 +240,33 @@ class PolicyInference:
             '/rollmill.generator.v1.PolicyInference/GenerateStream',
             rollmill_dot_generator_dot_proto_dot_policy__inference__pb2.GenerateRequest.SerializeToString,
             rollmill_dot_generator_dot_proto_dot_policy__inference__pb2.GenerateEvent.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Exchange(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/rollmill.generator.v1.PolicyInference/Exchange',
+            rollmill_dot_generator_dot_proto_dot_policy__inference__pb2.AskFrame.SerializeToString,
+            rollmill_dot_generator_dot_proto_dot_policy__inference__pb2.AnswerFrame.FromString,
             options,
             channel_credentials,
             insecure,

@@ -79,6 +79,7 @@ async def serve_router(
                 await service.drain(drain_s, reason="the router was told to stop")
             finally:
                 closing.set()
+                servicer.exchanges.end()
                 await server.stop(grace=_CLOSE_S)
                 for loop in loops:
                     loop.cancel()

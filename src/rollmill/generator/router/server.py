@@ -2,8 +2,8 @@
 
 | call | waits for | gives up after |
 |---|---|---|
-| Generate, GenerateStream | its turns | the request's deadline; the client leaves |
-| one event of a stream | its reader | `limits.stream_stall_s`: its request is aborted |
+| Generate, GenerateStream, each request of Exchange | its turns | the request's deadline; the client leaves |
+| one event of a stream, one frame of an exchange | its reader | `limits.stream_stall_s`: its requests are aborted |
 | Score | the least loaded replica | the client's deadline, or `SCORE_S` |
 | LoadWeights | each replica, a few at a time | `load_deadline_s` for each; goes on if the client leaves |
 | Drain | requests that run | the deadline in the call; the rest is aborted and counted |
@@ -14,7 +14,7 @@ Generate and its stream are passed on as bytes; only what the law needs is read.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, TypeVar
 
 import grpc
@@ -23,6 +23,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from rollmill.errors import DataError, RollmillError
+from rollmill.generator.exchange.answering import Exchanges, Put
 from rollmill.generator.interceptors import TokenInterceptor, abort_with
 from rollmill.generator.proto import policy_inference_pb2 as pb
 from rollmill.generator.proto import rl_inference_pb2_grpc as rl_pb_grpc
@@ -30,7 +31,13 @@ from rollmill.generator.router.fleet import ReplicaLoad, joined_report
 from rollmill.generator.router.service import RouterService
 from rollmill.generator.router.writer import StreamWriter
 from rollmill.generator.security import Access
-from rollmill.generator.server import MINIMAL_SERVICE_NAME, SERVICE_NAME, MinimalServicer, server_options
+from rollmill.generator.server import (
+    MINIMAL_SERVICE_NAME,
+    SERVICE_NAME,
+    MinimalServicer,
+    calls_at_once,
+    server_options,
+)
 from rollmill.generator.state import ReplicaState
 from rollmill.generator.wire import report_to_message
 
@@ -50,6 +57,7 @@ class RouterServicer:
     def __init__(self, service: RouterService, *, tasks: asyncio.TaskGroup) -> None:
         self.service = service
         self.health = health.aio.HealthServicer()  # pyright: ignore[reportAttributeAccessIssue]
+        self.exchanges = Exchanges(self, limits=service.limits, calls=calls_at_once(service.limits))
         self._tasks = tasks
 
     def handlers(self) -> grpc.GenericRpcHandler:
@@ -57,6 +65,7 @@ class RouterServicer:
         methods: dict[str, Any] = {
             "Generate": grpc.unary_unary_rpc_method_handler(self.generate),
             "GenerateStream": grpc.unary_stream_rpc_method_handler(self.generate_stream),
+            "Exchange": grpc.stream_stream_rpc_method_handler(self.exchange),
             "Score": grpc.unary_unary_rpc_method_handler(self.score),
             "Abort": self._typed(self.abort, pb.AbortRequest),
             "LoadWeights": self._typed(self.load_weights, pb.LoadWeightsRequest),
@@ -89,6 +98,27 @@ class RouterServicer:
                 await self.service.stream_bytes(data, emit=writer.emit)
 
         await self._answer(context, work)
+
+    async def exchange(self, frames: AsyncIterator[bytes], context: Context) -> None:
+        """Sample turns for one caller of many requests."""
+        await context.send_initial_metadata(self.exchanges.metadata)
+
+        async def write(frame: pb.AnswerFrame) -> None:
+            await context.write(frame.SerializeToString())
+
+        await self._answer(context, lambda: self.exchanges.serve(_ask_frames(frames), write=write))
+
+    async def reply(self, data: bytes) -> bytes:
+        """Return the serialized reply to a request of an exchange."""
+        return await self.service.generate_bytes(data)
+
+    async def events(self, data: bytes, *, put: Put) -> None:
+        """Hand the serialized events of a request of an exchange to `put`."""
+
+        async def emit(event: pb.GenerateEvent, raw: bytes | None) -> None:
+            put(event.SerializeToString() if raw is None else raw)
+
+        await self.service.stream_bytes(data, emit=emit)
 
     async def abort(self, request: pb.AbortRequest) -> pb.AbortReply:
         """Abort exactly the named request, wherever it is."""
@@ -149,6 +179,11 @@ class RouterServicer:
         except DecodeError as error:
             await abort_with(_not_a_message(error), context=context)
             raise
+
+
+async def _ask_frames(frames: AsyncIterator[bytes]) -> AsyncIterator[pb.AskFrame]:
+    async for data in frames:
+        yield pb.AskFrame.FromString(data)
 
 
 def _not_a_message(error: DecodeError) -> DataError:

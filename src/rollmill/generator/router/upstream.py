@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Iterator
 from typing import Any, Protocol, TypeVar
 
 import grpc
@@ -20,8 +21,10 @@ from rollmill.errors import (
     Overloaded,
     RequestIdInUse,
     RollmillError,
+    SlowReader,
     Unauthenticated,
 )
+from rollmill.generator.exchange.asking import AskingExchange, CallFailed
 from rollmill.generator.proto import policy_inference_pb2 as pb
 from rollmill.generator.router.records import Ended
 from rollmill.generator.security import TlsFiles, bearer
@@ -134,15 +137,18 @@ def judge(error: RollmillError, *, status: str) -> Ended:
 
 
 class GrpcUpstream:
-    """A replica over gRPC.
+    """A replica over gRPC: one exchange for all requests, and calls of their own for what it does not take.
 
     Args:
         address: `host:port`.
         token: that the replica asks for.
         tls: files of this side, where the replica has TLS.
+        stream_events: of a request that wait for whoever reads them; at one more it ends with `SlowReader`.
     """
 
-    def __init__(self, address: str, *, token: str | None = None, tls: TlsFiles | None = None) -> None:
+    def __init__(
+        self, address: str, *, token: str | None = None, tls: TlsFiles | None = None, stream_events: int = 1024
+    ) -> None:
         self.address = address
         self._metadata = None if token is None else (("authorization", bearer(token)),)
         self._channel = channel_to(address, tls=tls)
@@ -152,13 +158,35 @@ class GrpcUpstream:
             for name in ("Generate", "Abort", "Score", "Status", "LoadWeights")
         }
         self._stream = self._channel.unary_stream(f"/{SERVICE}/GenerateStream")
+        self._exchange = AskingExchange(self._channel, metadata=self._metadata)
+        self._stream_events = stream_events
 
     async def generate(self, data: bytes, *, timeout_s: float) -> bytes:
         """Return a serialized reply in one piece."""
-        return await self._call("Generate", data, timeout_s=timeout_s)
+        with self._errors("Generate"):
+            reply = await self._exchange.reply(data, timeout_s=timeout_s)
+        return await self._call("Generate", data, timeout_s=timeout_s) if reply is None else reply
 
     async def stream(self, data: bytes, *, timeout_s: float) -> AsyncGenerator[bytes, None]:
         """Yield the serialized events of a request; closing the iterator cancels the request."""
+        events = _Events(most=self._stream_events)
+        asking = asyncio.get_running_loop().create_task(
+            self._exchange.events(data, hear=events.put, timeout_s=timeout_s)
+        )
+        asking.add_done_callback(events.end)
+        try:
+            with self._errors("GenerateStream"):
+                async for event in events:
+                    yield event
+                taken = await asking
+        finally:
+            asking.cancel()
+        if not taken:
+            async with contextlib.aclosing(self._stream_alone(data, timeout_s=timeout_s)) as alone:
+                async for event in alone:
+                    yield event
+
+    async def _stream_alone(self, data: bytes, *, timeout_s: float) -> AsyncGenerator[bytes, None]:
         call = self._stream(data, timeout=timeout_s, metadata=self._metadata)
         try:
             with self._errors("GenerateStream"):
@@ -189,6 +217,7 @@ class GrpcUpstream:
     async def close(self) -> None:
         """End the connection, and all calls with it."""
         self._closed = True
+        await self._exchange.close()
         await self._channel.close()
 
     async def _call(self, name: str, data: bytes, *, timeout_s: float) -> bytes:
@@ -200,26 +229,75 @@ class GrpcUpstream:
         try:
             yield
         except grpc.aio.AioRpcError as error:
+            raise self._failed(CallFailed.of(error), asked=asked) from error
+        except CallFailed as error:
+            if self._closed:
+                raise self._gone(asked) from error
             raise self._failed(error, asked=asked) from error
+        except SlowReader as error:
+            raise UpstreamError(error, Ended.INVALID) from error
         except asyncio.CancelledError:
             # A channel that is closed cancels its calls, not those who wait for them.
             task = asyncio.current_task()
             if not self._closed or (task is not None and task.cancelling()):
                 raise
-            gone = EngineDead(f"{asked} to the replica at {self.address} ended: it left the router's list meanwhile")
-            raise UpstreamError(gone, Ended.LOST) from None
+            raise self._gone(asked) from None
 
-    def _failed(self, error: grpc.aio.AioRpcError, *, asked: str) -> UpstreamError:
-        metadata: Mapping[str, str] = {str(key): str(value) for key, value in error.trailing_metadata() or ()}
-        status = error.code().name
-        found = error_from_status(
-            status, error.details() or "", metadata=metadata, where=f"{asked} to the replica at {self.address}"
-        )
-        ended = judge(found, status=status)
+    def _gone(self, asked: str) -> UpstreamError:
+        gone = EngineDead(f"{asked} to the replica at {self.address} ended: it left the router's list meanwhile")
+        return UpstreamError(gone, Ended.LOST)
+
+    def _failed(self, error: CallFailed, *, asked: str) -> UpstreamError:
+        where = f"{asked} to the replica at {self.address}"
+        found = error_from_status(error.status, error.details, metadata=error.metadata, where=where)
+        ended = judge(found, status=error.status)
         if isinstance(found, Unauthenticated):
             # The router's own credentials; its caller's were right.
             found = EngineError(f"the replica at {self.address} refuses the router: {found}")
         return UpstreamError(found, ended)
+
+
+class _Events:
+    """Events between who hears them and who takes them, in order.
+
+    Args:
+        most: that may wait.
+    """
+
+    def __init__(self, *, most: int) -> None:
+        self._waiting: deque[bytes] = deque()
+        self._more = asyncio.Event()
+        self._most, self._ended = most, False
+
+    def put(self, event: bytes) -> None:
+        """Hear an event.
+
+        Raises:
+            SlowReader: if too many wait.
+        """
+        if len(self._waiting) >= self._most:
+            raise SlowReader(
+                f"the reader of a stream is {len(self._waiting)} events behind: the request was aborted, so that "
+                "memory stays bounded. Read faster, or call Generate, which sends everything at once"
+            )
+        self._waiting.append(event)
+        self._more.set()
+
+    def end(self, asking: asyncio.Task[bool]) -> None:
+        """Hear that no more come."""
+        if not asking.cancelled():
+            asking.exception()  # also where nobody is left to whom it matters
+        self._ended = True
+        self._more.set()
+
+    async def __aiter__(self) -> AsyncGenerator[bytes, None]:
+        while True:
+            while self._waiting:
+                yield self._waiting.popleft()
+            if self._ended:
+                return
+            self._more.clear()
+            await self._more.wait()
 
 
 def channel_to(address: str, *, tls: TlsFiles | None) -> grpc.aio.Channel:
