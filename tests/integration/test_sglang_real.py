@@ -199,7 +199,7 @@ async def test_what_is_ended_in_a_pause_has_left_the_server_when_it_goes_on(serv
     await engine.resume()
     await engine.generate(request("next", prompt_of(5), max_new_tokens=2))
     async with asyncio.timeout(20):  # the scheduler drops what has ended when it plans its next step
-        while server.loads()["num_running_reqs"] > 0:
+        while (await asyncio.to_thread(server.loads))["num_running_reqs"] > 0:
             pass
     assert server.loads()["num_total_tokens"] < LONG
     await engine.close()
