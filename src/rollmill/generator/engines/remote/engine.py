@@ -252,8 +252,8 @@ class RemoteEngine:
                 self.adapters.shelf.refuse_update(policy_version)
             if kv == "keep" and "kv_keep" not in self._traits.capabilities:
                 raise EngineError(
-                    f"{self._traits.product} cannot keep KV over an update as it is set up; nothing was changed. Set "
-                    'generator.kv_on_update "recompute", or leave generator.sglang.overlap_schedule out'
+                    f"{self._traits.product} cannot keep KV over an update as it is set up; nothing was changed. "
+                    f"{self._traits.how_to_keep}"
                 )
             check_layout(tensors, expected=self._layout)
             started_s = self._clock.now_s()

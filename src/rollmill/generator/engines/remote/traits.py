@@ -16,6 +16,7 @@ class Traits(msgspec.Struct, frozen=True, kw_only=True):
         hang_up_s: how long the server gets to end one request, before its connection is cut.
         max_loras: adapters that it serves at once beside its weights.
         max_lora_rank: greatest rank of one.
+        how_to_keep: what to do instead, or to change, where an update cannot keep KV.
     """
 
     kind: str
@@ -32,3 +33,4 @@ class Traits(msgspec.Struct, frozen=True, kw_only=True):
     hang_up_s: float = 5.0
     max_loras: int = 0
     max_lora_rank: int = 0
+    how_to_keep: str = ""

@@ -259,6 +259,7 @@ def traits_of(settings: GeneratorSettings, *, model: ServedModel, masks: bool) -
         capabilities=(*CAPABILITIES, *(name for name, can in has.items() if can)),
         waits_for_siblings=settings.enable_prefix_caching,
         patience_s=settings.sglang.control_deadline_s,
+        how_to_keep='Set generator.kv_on_update "recompute", or leave generator.sglang.overlap_schedule out',
     )
 
 
