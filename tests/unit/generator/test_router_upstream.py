@@ -33,6 +33,18 @@ def test_a_connection_that_the_router_closes_is_a_lost_replica_and_not_the_end_o
     asyncio.run(main())
 
 
+@pytest.mark.parametrize("asked", ["generate", "stream", "score", "load_weights"])
+def test_a_connection_that_the_router_has_closed_takes_no_more_calls(asked):
+    async def main() -> None:
+        upstream = GrpcUpstream("127.0.0.1:1")
+        await upstream.close()
+        with pytest.raises(UpstreamError, match="left the router's list") as caught:
+            await _ask(upstream, asked)
+        assert caught.value.ended is Ended.LOST
+
+    asyncio.run(main())
+
+
 def test_a_caller_that_is_cancelled_stays_cancelled():
     async def main() -> None:
         arrived = asyncio.Event()

@@ -226,6 +226,8 @@ class GrpcUpstream:
 
     @contextlib.contextmanager
     def _errors(self, asked: str) -> Iterator[None]:
+        if self._closed:
+            raise self._gone(asked)
         try:
             yield
         except grpc.aio.AioRpcError as error:
