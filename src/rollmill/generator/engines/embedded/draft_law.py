@@ -8,15 +8,18 @@ Whether it pays depends on the batch: many rows leave nothing to gain. Each size
 | guessing | passes | goes over when |
 |---|---|---|
 | off | without guesses | `pause` of them have passed: to trial |
-| trial | with guesses, until `_TRIAL` of them told something | cost below `_BEGIN`: on; else off, for twice as long |
+| trial | with guesses, until `_TRIAL` told something, or fewer told enough | cost below `_BEGIN`: on; else off |
 | on | with guesses, each `_PLAIN_EVERY`th without | cost above `_END`: off |
 
-As the policy drifts away from the draft fewer guesses count, the cost of a token rises, and guessing ends. A trial
-costs a few passes, and after each that failed the next comes twice as late, up to `_LONGEST_PAUSE`.
+As the policy drifts away from the draft fewer guesses count, the cost of a token rises, and guessing ends. After each
+trial that failed the next comes twice as late, up to `_LONGEST_PAUSE`; and not before what the trial lost is a share of
+`_REGRET` of what has passed since. So a draft that never pays costs that share and its first trial. Not quite, if
+a pass with its guesses takes 40 times as long as one without: the longest pause is then too short.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from rollmill.generator.engines.embedded.speculation import PassCost
@@ -25,6 +28,11 @@ _PLAIN_FIRST = 5
 """Passes without guesses before the first trial: what guessing is compared with."""
 _PLAIN_EVERY = 64
 _TRIAL = 8
+_TELLS_ENOUGH = ((2, 1.6), (4, 1.2))
+"""Passes of a trial after which it has failed if a token costs more than so many times what it costs without."""
+_REGRET = 0.02
+_MOST_LOST = 40.0
+"""Passes without guesses that a trial may cost before it has failed."""
 _TRIAL_PATIENCE = 24
 """Most passes of a trial that tell nothing, because the draft had to read what it had missed."""
 _BEGIN, _END = 0.95, 1.0
@@ -75,6 +83,7 @@ class _Size:
     pause: int = _FIRST_PAUSE
     since_plain: int = 0
     cost: Share = field(default_factory=Share)
+    lost_passes: float = 0.0
 
 
 class DraftLaw:
@@ -116,7 +125,7 @@ class DraftLaw:
             size.wait -= 1
             if size.wait > 0:
                 return False
-            size.trial, size.patience, size.cost = _TRIAL, _TRIAL_PATIENCE, Share()
+            size.trial, size.patience, size.cost, size.lost_passes = _TRIAL, _TRIAL_PATIENCE, Share(), 0.0
         return True
 
     def see_plain(self, sequences: int, *, seconds: float) -> None:
@@ -136,35 +145,42 @@ class DraftLaw:
                 the long run that is done once per prompt; while guessing is on, everything counts.
         """
         size = self._size(sequences)
-        one_by_one = self._plain.value * (self._rows.free_rows + sequences) * tokens / sequences
+        plain_s = self._plain.value * (self._rows.free_rows + sequences)
+        one_by_one = plain_s * tokens / sequences
         if size.on:
             size.cost.see(seconds, of=one_by_one)
             self._go_on(size)
         elif size.trial:
+            size.lost_passes += (seconds - one_by_one) / plain_s if plain_s else 0.0
             size.patience -= not steady
             if steady:
                 size.cost.see(seconds, of=one_by_one)
                 size.trial -= 1
-            if not size.trial or not size.patience:
+            if not size.trial or not size.patience or size.lost_passes > _MOST_LOST or _has_failed(size.cost):
                 self._end_trial(size)
 
     def _go_on(self, size: _Size) -> None:
         if size.cost.seen >= _PROVEN:
             size.pause = _FIRST_PAUSE
         if size.cost.seen >= _LEAST and size.cost.value > _END:
-            size.on = False
+            size.on, size.lost_passes = False, 0.0
             self._wait(size)
 
     def _end_trial(self, size: _Size) -> None:
-        told = size.trial == 0
-        size.trial = 0
+        told, size.trial = size.trial == 0, 0
         if told and size.cost.of and size.cost.value < _BEGIN:
             size.on, size.since_plain = True, 0
         else:
             self._wait(size)
 
     def _wait(self, size: _Size) -> None:
-        size.wait, size.pause = size.pause, min(2 * size.pause, _LONGEST_PAUSE)
+        enough = min(math.ceil(size.lost_passes / _REGRET), _LONGEST_PAUSE)
+        size.wait, size.pause = max(size.pause, enough), min(2 * size.pause, _LONGEST_PAUSE)
 
     def _size(self, sequences: int) -> _Size:
         return self._sizes.setdefault(sequences.bit_length(), _Size())
+
+
+def _has_failed(cost: Share) -> bool:
+    """Return whether a trial needs no more passes to tell that guessing does not pay."""
+    return any(cost.seen >= passes and cost.value > most for passes, most in _TELLS_ENOUGH)
