@@ -11,7 +11,7 @@ import grimp
 import pytest
 
 LEVELS: tuple[frozenset[str], ...] = (
-    frozenset({"errors", "clock", "cores", "exposition", "file_lock", "types"}),
+    frozenset({"errors", "clock", "cores", "exposition", "file_lock", "priority", "types"}),
     frozenset({"config", "ledger"}),
     frozenset({"algorithms", "scheduling", "buffer", "weights"}),
     frozenset({"generator", "environments", "sandboxes", "trainer", "telemetry"}),

@@ -29,6 +29,7 @@ from rollmill.generator.engines.protocol import Engine, UpdatePolicy, UpdateRepo
 from rollmill.generator.proof import History, Proof, check_canary, check_digest
 from rollmill.generator.state import ReplicaState, Standing, move, refusal
 from rollmill.generator.wire import LoadReport
+from rollmill.priority import beside
 from rollmill.types import WeightManifest
 from rollmill.weights.protocol import ModelRepository
 
@@ -144,7 +145,8 @@ class Replica:
         await asyncio.to_thread(self._repository.hold, policy_version, owner=self._owner)
         try:
             manifest = await asyncio.to_thread(self._repository.manifest, policy_version)
-            tensors = await asyncio.to_thread(self._repository.load, policy_version)
+            # Reading and digesting every byte must not take the core that decodes.
+            tensors = await beside(lambda: self._repository.load(policy_version))
             pulled_s = self._clock.now_s()
             await self._stage(tensors, policy_version=policy_version)
             staged_s = self._clock.now_s()

@@ -20,12 +20,12 @@ from pathlib import Path
 from rollmill.config.load import load_config
 from rollmill.config.schema import RollmillConfig
 from rollmill.errors import RunDirectoryError
+from rollmill.priority import lower_priority
 from rollmill.runtime.failure import FailureRecord, record_of_error, write_record
 from rollmill.runtime.incarnation import Incarnation, read_record
 from rollmill.runtime.layout import CONTROLLER, EVALUATOR, TRAINER, ProcessLayout
 from rollmill.runtime.losses import life_of, read_losses
 from rollmill.runtime.parent import PARENT_VARIABLE, die_with_parent
-from rollmill.runtime.threads import lower_priority
 
 SPAWNED_VARIABLE = "ROLLMILL_SPAWNED_AT_S"
 LIFE_VARIABLE = "ROLLMILL_LIFE"

@@ -1,4 +1,4 @@
-"""How child processes share the machine: threads, waiting, priority.
+"""How child processes share the machine: threads and waiting. Priority is in `rollmill.priority`.
 
 OpenMP's default spin-wait makes two busy processes on two cores 4 to 7 times slower, in wall and in CPU time; passive
 waiting does not. Torch reads these once, before it starts its pool, so they are set by the parent.
@@ -6,13 +6,8 @@ waiting does not. Torch reads these once, before it starts its pool, so they are
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Mapping
-from pathlib import Path
-
-NICENESS = 5
-"""Of a process that must not hold up the training: a quarter of a core where another wants it, all where nobody."""
 
 
 def process_environment(
@@ -43,14 +38,6 @@ def process_environment(
         # Libraries may not take fewer threads when the machine is busy; no set of strings may have an order of its own.
         environment.update(MKL_DYNAMIC="FALSE", OMP_DYNAMIC="FALSE", PYTHONHASHSEED="0")
     return environment
-
-
-def lower_priority() -> None:
-    """Let everything else of the run go first on the processor."""
-    os.nice(NICENESS)
-    # Where the kernel groups processes by session, niceness counts inside a session only; this is the group's own.
-    with contextlib.suppress(OSError):
-        Path("/proc/self/autogroup").write_text(str(NICENESS))
 
 
 def make_torch_deterministic() -> None:

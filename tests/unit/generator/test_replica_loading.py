@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import os
+import sys
+import threading
 from typing import Any
 
 import msgspec
@@ -17,6 +20,7 @@ from rollmill.generator.engines.fake import FakeFaults
 from rollmill.generator.proof import serves_older
 from rollmill.generator.service import InferenceService
 from rollmill.generator.state import ReplicaState, move
+from rollmill.priority import NICENESS
 from rollmill.types import Canary, StopReason
 
 
@@ -296,6 +300,22 @@ async def test_an_engine_that_does_not_go_on_after_a_failed_swap_is_dirty_too():
     with pytest.raises(EngineError):
         await replica.load(2)
     assert replica.standing.state is ReplicaState.DIRTY
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads have priorities of their own on Linux alone")
+async def test_reading_and_verifying_a_version_lets_decoding_go_first():
+    repository, seen = repository_of(*two_models()), []
+    replica = await started(fake_engine(repository), repository)
+    read = repository.load
+
+    def noted(version: int) -> Any:
+        seen.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+        return read(version)
+
+    repository.load = noted  # type: ignore[method-assign]
+    await replica.load(2)
+    own = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+    assert seen == [min(19, own + NICENESS)]
 
 
 async def test_what_the_disk_refuses_in_a_load_reaches_its_caller_and_the_old_version_goes_on_serving():

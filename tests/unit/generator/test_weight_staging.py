@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Mapping
@@ -32,6 +34,7 @@ from rollmill.generator.engines.embedded.engine import EmbeddedEngine
 from rollmill.generator.engines.embedded.linears import KernelChoice
 from rollmill.generator.engines.fake import FakeEngine, FakeLatency
 from rollmill.generator.engines.protocol import KvPolicy
+from rollmill.priority import NICENESS
 from rollmill.testing import run_virtual
 from rollmill.types import GenerateRequest
 
@@ -235,7 +238,7 @@ class Cut(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
-        if func in (torch.Tensor.copy_, torch.Tensor.to):
+        if func in (torch.Tensor.copy_, torch.Tensor.contiguous):
             raise RuntimeError("bus error")
         return super().__torch_function__(func, types, args, kwargs or {})
 
@@ -318,7 +321,7 @@ class Held(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
-        if func in (torch.Tensor.copy_, torch.Tensor.to):
+        if func in (torch.Tensor.copy_, torch.Tensor.contiguous):
             held = next(argument for argument in args if isinstance(argument, cls))
             if not held.let.is_set():
                 held.arrived.set()
@@ -365,6 +368,30 @@ async def test_tokens_are_produced_while_weights_are_made_ready(tmp_path):
     finally:
         held.let.set()
         await engine.close()
+
+
+class Seen(dict[str, torch.Tensor]):
+    """Tensors that note the niceness of whoever takes them."""
+
+    def __init__(self, tensors: Tensors) -> None:
+        super().__init__(tensors)
+        self.niceness: set[int] = set()
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        self.niceness.add(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+        return super().__getitem__(name)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads have priorities of their own on Linux alone")
+async def test_making_weights_ready_lets_decoding_go_first(tmp_path):
+    engine = embedded(tmp_path, model_of(1))
+    tensors = Seen(tensors_of(model_of(2)))
+    try:
+        await engine.stage(tensors, policy_version=2)
+    finally:
+        await engine.close()
+    own = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+    assert tensors.niceness == {min(19, own + NICENESS)}
 
 
 async def test_a_cancelled_staging_gives_up_at_the_next_tensor_and_the_next_one_waits_for_it(tmp_path):

@@ -54,6 +54,7 @@ from rollmill.generator.engines.protocol import (
     UpdateReport,
 )
 from rollmill.generator.engines.sequence import Deliver, Sequence, check_request
+from rollmill.priority import lower_thread_priority
 from rollmill.types import GenerateRequest, Turn
 
 R = TypeVar("R")
@@ -144,7 +145,9 @@ class EmbeddedEngine:
         self._thread = threading.Thread(target=self._run, name="rollmill-engine", daemon=True)
         self._thread.start()
         # One thread: what is staged next waits until what was given up has let go of the spare buffers.
-        self._stager = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rollmill-staging")
+        self._stager = ThreadPoolExecutor(
+            max_workers=1, thread_name_prefix="rollmill-staging", initializer=lower_thread_priority
+        )
 
     def _new_desk(self, low_rank: LowRank, *, settings: EmbeddedSettings) -> AdapterDesk:
         return AdapterDesk(
@@ -282,7 +285,7 @@ class EmbeddedEngine:
         await asyncio.wrap_future(drained)
 
     async def stage(self, tensors: Mapping[str, torch.Tensor], *, policy_version: int) -> None:
-        """Make weights ready in spare buffers, on a thread of their own, while the engine goes on.
+        """Make weights ready in spare buffers, on a thread that lets others go first, while the engine goes on.
 
         Raises:
             WeightError: if names, shapes or dtypes do not fit.

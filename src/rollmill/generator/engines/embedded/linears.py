@@ -171,8 +171,11 @@ class PackedLinear:
         return [*self._packed, *(self._spare or ())]
 
     def _pack(self, value: torch.Tensor, *, into: Buffers, threads: int) -> None:
-        rounded = value.to(self._dtype).to(self._packing.dtype).contiguous()
-        self._packing.pack(rounded, into, threads=threads)
+        # Each operator, also one that changes nothing, lets go of the interpreter, and decoding waits at the next turn.
+        for dtype in (self._dtype, self._packing.dtype):
+            if value.dtype is not dtype:
+                value = value.to(dtype)
+        self._packing.pack(value.contiguous(), into, threads=threads)
 
     def _forward(self, input: torch.Tensor) -> torch.Tensor:
         wanted = self._packing.dtype
