@@ -23,6 +23,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import itertools
 import json
 import os
 import signal
@@ -164,6 +165,7 @@ class Replica:
 
     def __init__(self, args: argparse.Namespace, *, folder: Path) -> None:
         from rollmill.runtime.threads import process_environment
+        from rollmill.weights.repository import LocalModelRepository
 
         self.log = folder / "replica.log"
         with self.log.open("a") as log:
@@ -176,6 +178,8 @@ class Replica:
                 env=process_environment(threads=args.threads),
             )
         self.addresses = self._answer()
+        self._repository = LocalModelRepository(folder / "weights", keep_versions=1_000_000)
+        self._others = itertools.cycle((2, 1))
 
     def _answer(self) -> dict[str, Any]:
         assert self._process.stdout is not None
@@ -190,6 +194,11 @@ class Replica:
         self._process.stdin.write(json.dumps({"do": what, **more}) + "\n")
         self._process.stdin.flush()
         return self._answer()
+
+    def load_other_weights(self) -> dict[str, Any]:
+        """Publish the weights that it does not serve, from this process as a trainer would, and have it load them."""
+        other = self._repository.republish(next(self._others), history_id="bench", at_s=time.time())
+        return self.do("load", policy_version=other.policy_version)
 
     def close(self) -> None:
         """Let it end."""
@@ -279,7 +288,7 @@ def measure_swap(args: argparse.Namespace, *, folder: Path) -> dict[str, Any]:
     with replica(args, folder=folder) as served:
         for _ in range(3 if args.smoke else 9):
             copy = served.do("copy")
-            loads.append({**served.do("load"), **copy})
+            loads.append({**served.load_other_weights(), **copy})
         for repeat in range(-1, args.repeats):
             pair = {}
             for kind in ("storm", "quiet") if repeat % 2 else ("quiet", "storm"):
@@ -309,7 +318,7 @@ async def _under_swaps(served: Replica, work: dict[str, Any], *, name: str, swap
         nonlocal loads
         while swaps and not over.is_set():
             began_s = time.perf_counter()
-            await asyncio.to_thread(served.do, "load")
+            await asyncio.to_thread(served.load_other_weights)
             loads += 1
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(max(0.0, 1.0 - (time.perf_counter() - began_s))):
