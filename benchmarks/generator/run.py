@@ -9,7 +9,7 @@
 |---|---|
 | `peers` | embedded, vLLM CPU, transformers `generate` and continuous batching: tokens/s, time to first token, memory; 64 prompt and 64 to 128 new tokens, groups of 8 and unrelated prompts, 1, 16 and 64 in flight |
 | `faces` | CPU-seconds of the replica per token at 64 in flight: bare engine, gRPC and HTTP, whole and streamed |
-| `swap` | pause of a weight load over one memory copy; tokens/s with a load every second over tokens/s without |
+| `swap` | pause of a weight load over one memory copy; tokens/s with a load every second over tokens/s without, and over those where prompts alone are forgotten |
 | `startup` | `rollmill serve` to the first token |
 | `memory` | of a replica over 10,000 requests |
 
@@ -32,7 +32,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -283,43 +283,53 @@ def _per_token(runs: list[dict[str, Any]], face: str, repeat: int) -> float:
 
 
 def measure_swap(args: argparse.Namespace, *, folder: Path) -> dict[str, Any]:
-    """Return pauses of loads over memory copies, and tokens/s with and without a load every second."""
+    """Return pauses of loads over memory copies, and tokens/s with a load every second, without, and with what any
+    load demands: that prompts which began before are computed anew."""
     loads, storms = [], []
     with replica(args, folder=folder) as served:
         for _ in range(3 if args.smoke else 9):
             copy = served.do("copy")
             loads.append({**served.load_other_weights(), **copy})
-        for repeat in range(-1, args.repeats):
-            pair = {}
-            for kind in ("storm", "quiet") if repeat % 2 else ("quiet", "storm"):
+        kinds = {"quiet": None, "flushed": lambda: served.do("flush"), "storm": served.load_other_weights}
+        for repeat in range(-1, args.repeats):  # the first one warms all up and is not counted
+            run = {}
+            for kind in list(kinds) if repeat % 2 else reversed(kinds):
                 served.do("flush")
                 work = load_of(args, requests=args.face_requests, seed=100 + repeat)
-                pair[kind] = asyncio.run(_under_swaps(served, work, name=f"{kind}{repeat}", swaps=kind == "storm"))
+                run[kind] = asyncio.run(_with_every_second(kinds[kind], served, work, name=f"{kind}{repeat}"))
             if repeat >= 0:
-                storms.append(pair)
+                storms.append(run)
                 print(
-                    f"tokens/s: {pair['quiet']['per_s']:.0f} quiet, {pair['storm']['per_s']:.0f} in a storm of "
-                    f"{pair['storm']['loads']} loads",
+                    f"tokens/s: {run['quiet']['per_s']:.0f} quiet, {run['storm']['per_s']:.0f} in a storm of "
+                    f"{run['storm']['times']} loads, {run['flushed']['per_s']:.0f} where prompts alone are forgotten",
                     flush=True,
                 )
     ratios = {
         "pause_over_copy": statistics.median(one["pause_s"] / one["copy_s"] for one in loads),
-        "tokens_per_s_storm_over_quiet": statistics.median(p["storm"]["per_s"] / p["quiet"]["per_s"] for p in storms),
+        "tokens_per_s_storm_over_quiet": _median_over(storms, "storm", "quiet"),
+        "tokens_per_s_flushed_over_quiet": _median_over(storms, "flushed", "quiet"),
+        "tokens_per_s_storm_over_flushed": _median_over(storms, "storm", "flushed"),
     }
     print(f"pause {1e3 * statistics.median(one['pause_s'] for one in loads):.0f} ms", flush=True)
     return {"loads": loads, "storms": storms, "ratios": ratios}
 
 
-async def _under_swaps(served: Replica, work: dict[str, Any], *, name: str, swaps: bool) -> dict[str, Any]:
+def _median_over(storms: list[dict[str, Any]], kind: str, base: str) -> float:
+    return statistics.median(one[kind]["per_s"] / one[base]["per_s"] for one in storms)
+
+
+async def _with_every_second(
+    what: Callable[[], Any] | None, served: Replica, work: dict[str, Any], *, name: str
+) -> dict[str, Any]:
     over = asyncio.Event()
-    loads = 0
+    times = 0
 
     async def storm() -> None:
-        nonlocal loads
-        while swaps and not over.is_set():
+        nonlocal times
+        while what is not None and not over.is_set():
             began_s = time.perf_counter()
-            await asyncio.to_thread(served.load_other_weights)
-            loads += 1
+            await asyncio.to_thread(what)
+            times += 1
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(max(0.0, 1.0 - (time.perf_counter() - began_s))):
                     await over.wait()
@@ -328,7 +338,7 @@ async def _under_swaps(served: Replica, work: dict[str, Any], *, name: str, swap
         tasks.create_task(storm())
         report = await put(served, "grpc", work, name=name)
         over.set()
-    return {"per_s": report.tokens_per_s, "loads": loads, "wall_s": report.wall_s}
+    return {"per_s": report.tokens_per_s, "times": times, "wall_s": report.wall_s}
 
 
 # -- a life
