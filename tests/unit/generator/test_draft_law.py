@@ -111,6 +111,21 @@ def test_a_draft_that_never_pays_costs_two_percent_and_its_first_trial(seconds, 
 
 
 @settings(deadline=None)
+@given(seconds=st.floats(1.02, 3.0), passes=st.integers(500, 4000))
+def test_a_draft_that_pays_in_trials_alone_costs_two_percent_and_its_first_turn(seconds, passes):
+    machine = Machine()
+    lost_s, first_s, was_on = 0.0, 0.0, False
+    for _ in range(passes):
+        spent_s = machine.plain_s * (seconds if machine.law.pays(1) else 0.5)
+        if machine.run(1, tokens=1, seconds=spent_s)[0]:
+            lost_s += spent_s - machine.plain_s
+        if was_on and not machine.law.pays(1) and not first_s:
+            first_s = lost_s
+        was_on = machine.law.pays(1)
+    assert lost_s <= 0.02 * passes * machine.plain_s + max(first_s, 0.0) + 1e-6
+
+
+@settings(deadline=None)
 @given(gain=st.floats(0.3, 0.9), bad=st.integers(0, 2000))
 def test_a_draft_that_begins_to_pay_is_found_after_no_more_passes_than_have_gone_by(gain, bad):
     machine = Machine()

@@ -12,9 +12,9 @@ Whether it pays depends on the batch: many rows leave nothing to gain. Each size
 | on | with guesses, each `_PLAIN_EVERY`th without | cost above `_END`: off |
 
 As the policy drifts away from the draft fewer guesses count, the cost of a token rises, and guessing ends. After each
-trial that failed the next comes twice as late, up to `_LONGEST_PAUSE`; and not before what the trial lost is a share of
-`_REGRET` of what has passed since. So a draft that never pays costs that share and its first trial. Not quite, if
-a pass with its guesses takes 40 times as long as one without: the longest pause is then too short.
+trial that failed the next comes twice as late, up to `_LONGEST_PAUSE`; and not before what guessing has lost since the
+trial before is a share of `_REGRET` of what has passed. So a draft that never pays costs that share and its first
+trial. Not quite, if a pass with its guesses takes 40 times as long as one without: the longest pause is then too short.
 """
 
 from __future__ import annotations
@@ -147,11 +147,11 @@ class DraftLaw:
         size = self._size(sequences)
         plain_s = self._plain.value * (self._rows.free_rows + sequences)
         one_by_one = plain_s * tokens / sequences
+        size.lost_passes += (seconds - one_by_one) / plain_s if plain_s else 0.0
         if size.on:
             size.cost.see(seconds, of=one_by_one)
             self._go_on(size)
         elif size.trial:
-            size.lost_passes += (seconds - one_by_one) / plain_s if plain_s else 0.0
             size.patience -= not steady
             if steady:
                 size.cost.see(seconds, of=one_by_one)
@@ -163,7 +163,7 @@ class DraftLaw:
         if size.cost.seen >= _PROVEN:
             size.pause = _FIRST_PAUSE
         if size.cost.seen >= _LEAST and size.cost.value > _END:
-            size.on, size.lost_passes = False, 0.0
+            size.on = False
             self._wait(size)
 
     def _end_trial(self, size: _Size) -> None:
