@@ -11,11 +11,12 @@ import pytest
 
 from generator_builders import request
 from rollmill.config.serving import LimitSettings
-from rollmill.errors import EngineDead, RequestAborted
+from rollmill.errors import EngineDead, RequestAborted, SlowReader
 from rollmill.generator.client import GeneratorClient, open_channel
 from rollmill.generator.exchange.asking import METHOD
 from rollmill.generator.proto import policy_inference_pb2 as pb
-from rollmill.generator.router.upstream import SERVICE, GrpcUpstream
+from rollmill.generator.router.records import Ended
+from rollmill.generator.router.upstream import SERVICE, GrpcUpstream, UpstreamError
 from service_builders import Network, quick_engine, service, two_versions, until_running
 
 pytestmark = pytest.mark.integration
@@ -156,6 +157,24 @@ async def test_a_connection_that_is_cut_ends_the_requests_of_its_exchange_and_no
         assert len((await near).output_ids) == 300
         await until_running(client, 0)
         await far.close()
+
+
+async def test_who_reads_too_slowly_from_a_replica_is_ended_and_no_other_replica_is_tried():
+    repository, _, _ = two_versions()
+    async with service(quick_engine(step_s=0.002), repository) as client:
+        upstream = GrpcUpstream(client.address, stream_events=16)
+        sampling = pb.SamplingParams(max_new_tokens=3000)
+        asked = pb.GenerateRequest(request_id="a", prompt_ids=[1], sampling=sampling).SerializeToString()
+        events = upstream.stream(asked, timeout_s=60)
+        await anext(events)
+        await until_running(client, 0)
+        assert (await client.status()).output_tokens < 3000
+        with pytest.raises(UpstreamError, match="16 events behind") as failed:
+            async for _ in events:
+                pass
+        assert isinstance(failed.value.error, SlowReader)
+        assert failed.value.ended is Ended.INVALID
+        await upstream.close()
 
 
 async def test_a_reader_that_reads_nothing_loses_its_exchange_and_its_requests():

@@ -125,8 +125,7 @@ class _Link:
         self.failure: CallFailed | None = None
         self.opened = asyncio.Event()
         self._call = call
-        self._frame_bytes = 0
-        self._writer = FrameWriter[pb.Ask](self._write, stall_s=_STALL_S)
+        self._writer = FrameWriter[pb.Ask](self._write, stall_s=_STALL_S, frame_bytes=0)
         self._number = 0
         self._pending: dict[int, tuple[asyncio.Future[bytes], Hear | None]] = {}
         self._running = asyncio.get_running_loop().create_task(self._run(), name="exchange")
@@ -135,7 +134,7 @@ class _Link:
         """Return the reply, or nothing after the events of a stream; `None` if the request fits into no frame."""
         if self.failure is not None:
             raise self.failure.again()
-        if len(data) + ITEM_BYTES > self._frame_bytes:
+        if len(data) + ITEM_BYTES > self._writer.frame_bytes:
             return None
         self._number += 1
         number, answered = self._number, asyncio.get_running_loop().create_future()
@@ -185,8 +184,7 @@ class _Link:
         metadata = {str(key): value for key, value in await self._call.initial_metadata() or ()}
         if FRAME_BYTES_KEY not in metadata:  # it failed, and reading says how
             await self._call.read()
-        self._frame_bytes = int(metadata.get(FRAME_BYTES_KEY, 0))
-        self._writer.frame_bytes = self._frame_bytes
+        self._writer.frame_bytes = int(metadata.get(FRAME_BYTES_KEY, 0))
         self.opened.set()
 
     async def _failure(self, error: BaseException) -> CallFailed:

@@ -11,6 +11,7 @@ from typing import Any, Protocol, TypeVar
 import grpc
 from google.protobuf.message import DecodeError, Message
 
+from rollmill.config.serving import LimitSettings
 from rollmill.errors import (
     DataError,
     DeadlineExceeded,
@@ -28,7 +29,7 @@ from rollmill.generator.exchange.asking import AskingExchange, CallFailed
 from rollmill.generator.proto import policy_inference_pb2 as pb
 from rollmill.generator.router.records import Ended
 from rollmill.generator.security import TlsFiles, bearer
-from rollmill.generator.statuses import error_from_status
+from rollmill.generator.statuses import error_from_status, wire_status
 
 M = TypeVar("M", bound=Message)
 
@@ -120,7 +121,8 @@ def judge(error: RollmillError, *, status: str) -> Ended:
         <Ended.REFUSED: 'refused'>
     """
     match error:
-        case DataError() | ModelError() | RequestIdInUse() | DeadlineExceeded():
+        # Who reads slowly reads slowly from any replica.
+        case DataError() | ModelError() | RequestIdInUse() | DeadlineExceeded() | SlowReader():
             return Ended.INVALID
         case NotServing():
             return Ended.REFUSED
@@ -143,11 +145,12 @@ class GrpcUpstream:
         address: `host:port`.
         token: that the replica asks for.
         tls: files of this side, where the replica has TLS.
-        stream_events: of a request that wait for whoever reads them; at one more it ends with `SlowReader`.
+        stream_events: of a request that wait for whoever reads them, as `LimitSettings.stream_events` if `None`; at one
+            more it ends with `SlowReader`.
     """
 
     def __init__(
-        self, address: str, *, token: str | None = None, tls: TlsFiles | None = None, stream_events: int = 1024
+        self, address: str, *, token: str | None = None, tls: TlsFiles | None = None, stream_events: int | None = None
     ) -> None:
         self.address = address
         self._metadata = None if token is None else (("authorization", bearer(token)),)
@@ -159,7 +162,7 @@ class GrpcUpstream:
         }
         self._stream = self._channel.unary_stream(f"/{SERVICE}/GenerateStream")
         self._exchange = AskingExchange(self._channel, metadata=self._metadata)
-        self._stream_events = stream_events
+        self._stream_events = LimitSettings().stream_events if stream_events is None else stream_events
 
     async def generate(self, data: bytes, *, timeout_s: float) -> bytes:
         """Return a serialized reply in one piece."""
@@ -237,7 +240,7 @@ class GrpcUpstream:
                 raise self._gone(asked) from error
             raise self._failed(error, asked=asked) from error
         except SlowReader as error:
-            raise UpstreamError(error, Ended.INVALID) from error
+            raise UpstreamError(error, judge(error, status=wire_status(error).grpc)) from error
         except asyncio.CancelledError:
             # A channel that is closed cancels its calls, not those who wait for them.
             task = asyncio.current_task()
