@@ -70,14 +70,21 @@ class Wire:
 
     Attributes:
         asked, answered: frames so far, by the number of items in each.
-        opened: calls so far.
+        opened: calls of an exchange so far.
+        alone: the time that each request with a call of its own was given.
+        none_there: whether the service has no exchange.
+        gate: a call of an exchange opens once this is set.
     """
 
-    def __init__(self, exchanges: Exchanges) -> None:
-        self.exchanges = exchanges
+    def __init__(self, exchanges: Exchanges, *, answering: Answering) -> None:
+        self.exchanges, self.answering = exchanges, answering
         self.asked: list[int] = []
         self.answered: list[int] = []
         self.opened = 0
+        self.alone: list[float] = []
+        self.none_there = False
+        self.gate = asyncio.Event()
+        self.gate.set()
         self.calls: list[_Call] = []
         self.reading = asyncio.Event()
         self.reading.set()
@@ -86,7 +93,23 @@ class Wire:
         def call(*, metadata: Any = None) -> _Call:
             self.opened += 1
             self.calls.append(_Call(self))
+            if self.none_there:
+                self.calls[-1].fail(grpc.StatusCode.UNIMPLEMENTED, "no such method")
             return self.calls[-1]
+
+        return call
+
+    def unary_unary(self, method: str) -> Any:
+        def call(data: bytes, *, timeout: float, metadata: Any = None) -> Any:
+            self.alone.append(timeout)
+            return self.answering.reply(data)
+
+        return call
+
+    def unary_stream(self, method: str) -> Any:
+        def call(data: bytes, *, timeout: float, metadata: Any = None) -> _Alone:
+            self.alone.append(timeout)
+            return _Alone(self.answering, data)
 
         return call
 
@@ -136,7 +159,8 @@ class _Call:
     # -- the asking side
 
     async def initial_metadata(self) -> Any:
-        return self._wire.exchanges.metadata
+        await self._wire.gate.wait()
+        return () if self._over else self._wire.exchanges.metadata
 
     async def read(self) -> Any:
         found = await self._answers.get()
@@ -165,6 +189,22 @@ class _Call:
         return "connection lost"
 
 
+class _Alone:
+    """A stream of one request, over a call of its own."""
+
+    def __init__(self, answering: Answering, data: bytes) -> None:
+        self._heard: list[bytes] = []
+        self._serving = asyncio.get_running_loop().create_task(answering.events(data, put=self._heard.append))
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        await self._serving
+        for event in self._heard:
+            yield event
+
+    def cancel(self) -> None:
+        self._serving.cancel()
+
+
 class Pair:
     """Both sides of an exchange.
 
@@ -177,13 +217,13 @@ class Pair:
         self.clock = clock
         self.answering = Answering()
         self.exchanges = Exchanges(self.answering, limits=LimitSettings(**limits), calls=calls)
-        self.wire = Wire(self.exchanges)
+        self.wire = Wire(self.exchanges, answering=self.answering)
         self.asking = AskingExchange(self.wire)  # pyright: ignore[reportArgumentType]
 
-    async def reply(self, name: str, *, timeout_s: float = 600.0, **how: Any) -> bytes | None:
+    async def reply(self, name: str, *, timeout_s: float = 600.0, **how: Any) -> bytes:
         return await self.asking.reply(plan(name, **how), timeout_s=timeout_s)
 
     async def events(self, name: str, *, timeout_s: float = 600.0, **how: Any) -> list[bytes]:
         heard: list[bytes] = []
-        assert await self.asking.events(plan(name, **how), hear=heard.append, timeout_s=timeout_s)
+        await self.asking.events(plan(name, **how), hear=heard.append, timeout_s=timeout_s)
         return heard

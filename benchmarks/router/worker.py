@@ -255,10 +255,12 @@ def _askers(plan: dict[str, Any], channels: list[Any]) -> list[Callable[[bytes],
                 pass
 
         async def reply(body: bytes) -> None:
-            assert await exchange.reply(body, timeout_s=600.0) is not None
+            await exchange.reply(body, timeout_s=600.0)
+            assert exchange.alone == 0, "a request had a call of its own"
 
         async def events(body: bytes) -> None:
-            assert await exchange.events(body, hear=lambda _: None, timeout_s=600.0)
+            await exchange.events(body, hear=lambda _: None, timeout_s=600.0)
+            assert exchange.alone == 0, "a request had a call of its own"
 
         if plan["exchange"]:
             return events if plan["streams"] else reply

@@ -29,17 +29,24 @@ async def read_to_the_end(call: Any) -> None:
         pass
 
 
-async def older_service(asked: list[str]) -> tuple[grpc.aio.Server, str]:
-    """A service of a version without exchanges."""
+async def older_service(asked: list[str], *, held: asyncio.Event | None = None) -> tuple[grpc.aio.Server, str]:
+    """A service of a version without exchanges; with `held` it sets that, and answers nothing."""
+
+    async def hold() -> None:
+        if held is not None:
+            held.set()
+            await asyncio.get_running_loop().create_future()
 
     async def generate(message: pb.GenerateRequest, context: Any) -> pb.GenerateReply:
         asked.append("Generate")
+        await hold()
         sample = pb.Sample(output_ids=[7, 8], behavior_logprobs=[-1.0, -2.0], stop_reason="length")
         sample.version_spans.add(start_token=0, end_token=2, policy_version=1)
         return pb.GenerateReply(request_id=message.request_id, samples=[sample])
 
     async def stream(message: pb.GenerateRequest, context: Any) -> None:
         asked.append("GenerateStream")
+        await hold()
         tokens = pb.TokenChunk(output_ids=[7, 8], behavior_logprobs=[-1.0, -2.0], policy_version=1)
         await context.write(pb.GenerateEvent(request_id=message.request_id, tokens=tokens))
         finished = pb.Finished(output_tokens=2, stop_reason="length")
@@ -76,6 +83,19 @@ async def test_a_service_without_exchanges_gets_a_call_for_each_request():
     assert list(reply.samples[0].output_ids) == [7, 8]
     assert [event.WhichOneof("event") for event in events] == ["tokens", "finished"]
     assert asked == ["Generate", "GenerateStream"] * 2
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_a_client_that_closes_ends_requests_with_calls_of_their_own_too(streamed):
+    held = asyncio.Event()
+    server, address = await older_service([], held=held)
+    client = GeneratorClient(address)
+    running = asyncio.ensure_future(client.generate(ASKED, on_tokens=print if streamed else None))
+    await asyncio.wait_for(held.wait(), 30)
+    await client.close()
+    with pytest.raises(RequestAborted):
+        await running
+    await server.stop(0)
 
 
 async def test_an_exchange_gives_the_turns_that_calls_of_their_own_give():

@@ -135,10 +135,7 @@ class GeneratorClient:
         deadline_s = request.deadline_s + self._grace_s
         with self._errors("GenerateRequest"):
             data = await self._exchange.reply(message.SerializeToString(), timeout_s=deadline_s)
-        if data is None:
-            reply = await self._call(self._stub.Generate, message, deadline_s=deadline_s)
-        else:
-            reply = pb.GenerateReply.FromString(data)
+        reply = pb.GenerateReply.FromString(data)
         return turns_from_message(reply, prompt_ids=request.prompt_ids, siblings=siblings)
 
     async def _stream(self, request: GenerateRequest, *, on_tokens: OnTokens) -> Turn:
@@ -146,22 +143,13 @@ class GeneratorClient:
         message, heard = request_to_message(request), _Heard(request, on_tokens=on_tokens)
         timeout_s = request.deadline_s + self._grace_s
         with self._errors("GenerateStream"):
-            if not await self._exchange.events(message.SerializeToString(), hear=heard.take_bytes, timeout_s=timeout_s):
-                await self._stream_alone(message, heard=heard, timeout_s=timeout_s)
+            await self._exchange.events(message.SerializeToString(), hear=heard.take, timeout_s=timeout_s)
         if heard.turn is None:
             raise EngineError(
                 f"the stream of request {request.request_id} from the generator at {self.address} ended without its "
                 "finish; some of its tokens may be lost. Send the request again"
             )
         return heard.turn
-
-    async def _stream_alone(self, message: pb.GenerateRequest, *, heard: _Heard, timeout_s: float) -> None:
-        call = self._stub.GenerateStream(message, timeout=timeout_s, metadata=self._metadata)
-        try:
-            async for event in call:
-                heard.take(event)
-        finally:
-            call.cancel()
 
     async def abort(self, request_id: str) -> bool:
         """Abort exactly this request; return whether it was there."""
@@ -257,12 +245,9 @@ class _Heard:
         self._assembler = TurnAssembler(request.request_id, prompt_ids=request.prompt_ids)
         self._on_tokens = on_tokens
 
-    def take_bytes(self, event: bytes) -> None:
+    def take(self, data: bytes) -> None:
         """Hear a serialized event."""
-        self.take(pb.GenerateEvent.FromString(event))
-
-    def take(self, event: pb.GenerateEvent) -> None:
-        """Hear an event."""
+        event = pb.GenerateEvent.FromString(data)
         if event.HasField("tokens"):
             chunk = chunk_from_message(event.tokens)
             self._assembler.add(chunk)

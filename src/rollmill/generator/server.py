@@ -14,6 +14,7 @@ Translates; what is refused and why is the service's.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import TypeVar
 
@@ -95,16 +96,13 @@ class PolicyInferenceServicer(pb_grpc.PolicyInferenceServicer):
 
     async def reply(self, data: bytes) -> bytes:
         """Return the serialized reply to a request of an exchange."""
-        try:
+        async with noted(self.service):
             return (await self._generate(pb.GenerateRequest.FromString(data))).SerializeToString()
-        except RollmillError as error:
-            await self.service.take_note(error)
-            raise
 
     async def events(self, data: bytes, *, put: Put) -> None:
         """Hand the serialized events of a request of an exchange to `put`."""
         message = pb.GenerateRequest.FromString(data)
-        try:
+        async with noted(self.service):
             request, rendered = await self._request(message)
             maker = EventMaker(
                 request,
@@ -117,9 +115,6 @@ class PolicyInferenceServicer(pb_grpc.PolicyInferenceServicer):
                 await self.service.generate(request, siblings=message.siblings or 1, listener=maker)
             finally:
                 maker.flush()
-        except RollmillError as error:
-            await self.service.take_note(error)
-            raise
 
     async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortReply:
         """Abort exactly the named request."""
@@ -259,10 +254,20 @@ class MinimalServicer(rl_pb_grpc.PolicyInferenceServicer):
 async def answer(service: InferenceService, *, context: Context, work: Callable[[], Awaitable[T]]) -> T:
     """Return what the work gives; end the call with its status if it raises one of our errors."""
     try:
-        return await work()
+        async with noted(service):
+            return await work()
+    except RollmillError as error:
+        await abort_with(error, context=context)
+        raise
+
+
+@contextlib.asynccontextmanager
+async def noted(service: InferenceService) -> AsyncIterator[None]:
+    """Have the service take note of an error of ours, and raise it on."""
+    try:
+        yield
     except RollmillError as error:
         await service.take_note(error)
-        await abort_with(error, context=context)
         raise
 
 

@@ -130,20 +130,55 @@ def test_what_a_listener_raises_is_what_its_request_ends_with():
     run(test)
 
 
-def test_a_request_that_fits_into_no_frame_needs_a_call_of_its_own_and_was_not_sent():
+def test_a_request_that_fits_into_no_frame_has_a_call_of_its_own():
     async def test(clock):
         pair = Pair(clock)
-        assert await pair.reply("large", padding=FRAME_BYTES) is None
-        assert await pair.asking.events(plan("large", padding=FRAME_BYTES), hear=print, timeout_s=1.0) is False
+        assert await pair.reply("large", padding=FRAME_BYTES) == b"reply to large"
+        assert await pair.events("larger", padding=FRAME_BYTES, events=2) == [b"larger 0", b"larger 1"]
         assert await pair.reply("small") == b"reply to small"
-        assert pair.answering.began == ["small"]
+        assert (len(pair.wire.alone), pair.asking.alone, sum(pair.wire.asked)) == (2, 2, 1)
         narrow = Pair(clock, max_body_bytes=1024)
-        assert await narrow.reply("large", padding=1000) is None
+        assert await narrow.reply("large", padding=1000) == b"reply to large"
         answers = await asyncio.gather(*(narrow.reply(f"r{index}", padding=300) for index in range(9)))
         assert answers == [f"reply to r{index}".encode() for index in range(9)]
         assert max(narrow.wire.asked) * 300 <= 1024
+        assert narrow.asking.alone == 1
         await pair.asking.close()
         await narrow.asking.close()
+
+    run(test)
+
+
+def test_a_service_without_exchanges_is_asked_for_one_again_after_a_while():
+    async def test(clock):
+        pair = Pair(clock)
+        pair.wire.none_there = True
+        for name in ("a", "b"):
+            assert await pair.reply(name, seconds=10.0) == f"reply to {name}".encode()
+        assert (pair.wire.opened, pair.asking.alone) == (1, 2)
+        pair.wire.none_there = False
+        await asyncio.sleep(60.0)
+        assert await pair.reply("c") == b"reply to c"
+        assert (pair.wire.opened, pair.asking.alone) == (2, 2)
+        await pair.asking.close()
+
+    run(test)
+
+
+def test_a_call_of_its_own_has_the_time_that_is_left_and_ends_with_it():
+    async def test(clock):
+        pair = Pair(clock)
+        pair.wire.none_there = True
+        opened = asyncio.Event()
+        pair.wire.gate = opened
+        asked = asyncio.ensure_future(pair.reply("a", seconds=100.0, timeout_s=10.0))
+        await asyncio.sleep(4.0)
+        opened.set()
+        with pytest.raises(CallFailed, match="no answer within 10 s") as failed:
+            await asked
+        assert (failed.value.status, clock.now_s(), pair.wire.alone) == ("DEADLINE_EXCEEDED", 10.0, [6.0])
+        assert pair.answering.cancelled == ["a"]
+        await pair.asking.close()
 
     run(test)
 

@@ -5,13 +5,16 @@
 | for the exchange to open, and for an answer | the request's `timeout_s`; the connection's keepalive, without a peer |
 | for the other side to take a frame | `_STALL_S` |
 
-An exchange that broke is opened anew by the next request. A service that has none is asked once.
+An exchange that broke is opened anew by the next request. Requests that fit into no frame, and those to a service that
+has no exchange, get a call of their own; such a service is asked again every `_LOOK_AGAIN_S`.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+import contextlib
+import math
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
 import grpc
@@ -21,8 +24,10 @@ from rollmill.errors import SlowReader
 from rollmill.generator.exchange.frames import FRAME_BYTES_KEY, ITEM_BYTES, FrameWriter
 from rollmill.generator.proto import policy_inference_pb2 as pb
 
-METHOD = f"/{pb.DESCRIPTOR.services_by_name['PolicyInference'].full_name}/Exchange"
+_SERVICE = pb.DESCRIPTOR.services_by_name["PolicyInference"].full_name
+METHOD = f"/{_SERVICE}/Exchange"
 _STALL_S = 60.0
+_LOOK_AGAIN_S = 60.0
 _LONGEST_S = 7 * 24 * 3600.0
 """A timeout beyond this, or that is no number, is taken as this."""
 Hear = Callable[[bytes], None]
@@ -57,28 +62,24 @@ class AskingExchange:
 
     Args:
         channel: to it; whoever opened it closes it, after this.
-        metadata: of the call.
+        metadata: of the calls.
+
+    Attributes:
+        alone: requests that had a call of their own.
     """
 
     def __init__(self, channel: grpc.aio.Channel, *, metadata: Any = None) -> None:
         self._method = channel.stream_stream(METHOD)
+        self._generate = channel.unary_unary(f"/{_SERVICE}/Generate")
+        self._stream = channel.unary_stream(f"/{_SERVICE}/GenerateStream")
         self._metadata = metadata
         self._link: _Link | None = None
-        self._none_there = False
+        self._none_until_s = -math.inf
+        self._closed = False
+        self.alone = 0
 
-    async def reply(self, data: bytes, *, timeout_s: float) -> bytes | None:
-        """Return the serialized reply to a serialized request; `None` if it needs a call of its own.
-
-        Raises:
-            CallFailed: with what a call of its own would have ended with.
-
-        Cancellation:
-            cancels the request there.
-        """
-        return await self._asked(data, hear=None, timeout_s=timeout_s)
-
-    async def events(self, data: bytes, *, hear: Hear, timeout_s: float) -> bool:
-        """Hand the serialized events of a request to `hear`, whose errors end it; false if it needs a call of its own.
+    async def reply(self, data: bytes, *, timeout_s: float) -> bytes:
+        """Return the serialized reply to a serialized request.
 
         Raises:
             CallFailed: with what a call of its own would have ended with.
@@ -86,31 +87,79 @@ class AskingExchange:
         Cancellation:
             cancels the request there.
         """
-        return await self._asked(data, hear=hear, timeout_s=timeout_s) is not None
+        async with self._deadline(timeout_s) as deadline:
+            reply = await self._asked(data, hear=None)
+            if reply is None:
+                self.alone += 1
+                reply = await self._generate(data, timeout=_left_s(deadline), metadata=self._metadata)
+            return reply
+
+    async def events(self, data: bytes, *, hear: Hear, timeout_s: float) -> None:
+        """Hand the serialized events of a request to `hear`, whose errors end it.
+
+        Raises:
+            CallFailed: with what a call of its own would have ended with.
+
+        Cancellation:
+            cancels the request there.
+        """
+        async with self._deadline(timeout_s) as deadline:
+            if await self._asked(data, hear=hear) is None:
+                await self._stream_alone(data, hear=hear, timeout_s=_left_s(deadline))
 
     async def close(self) -> None:
-        """Cancel all requests, which end with the status `CANCELLED`."""
+        """Cancel the requests of the exchange; they end with `CANCELLED`, as others do when the channel closes."""
+        self._closed = True
         if self._link is not None:
             await self._link.close()
 
-    async def _asked(self, data: bytes, *, hear: Hear | None, timeout_s: float) -> bytes | None:
-        if self._none_there:
+    async def _asked(self, data: bytes, *, hear: Hear | None) -> bytes | None:
+        """Return as `_Link.ask`; `None` also if the service has no exchange."""
+        now_s = asyncio.get_running_loop().time()
+        if now_s < self._none_until_s:
             return None
+        link = self._living_link()
+        await link.opened.wait()
+        if link.failure is not None and link.failure.status == grpc.StatusCode.UNIMPLEMENTED.name:
+            self._none_until_s = now_s + _LOOK_AGAIN_S
+            return None
+        return await link.ask(data, hear=hear)
+
+    async def _stream_alone(self, data: bytes, *, hear: Hear, timeout_s: float) -> None:
+        self.alone += 1
+        call = self._stream(data, timeout=timeout_s, metadata=self._metadata)
         try:
-            async with asyncio.timeout(timeout_s if timeout_s < _LONGEST_S else _LONGEST_S):
-                link = self._living_link()
-                await link.opened.wait()
-                if link.failure is not None and link.failure.status == grpc.StatusCode.UNIMPLEMENTED.name:
-                    self._none_there = True
-                    return None
-                return await link.ask(data, hear=hear)
+            async for event in call:
+                hear(event)
+        finally:
+            call.cancel()
+
+    @contextlib.asynccontextmanager
+    async def _deadline(self, timeout_s: float) -> AsyncIterator[asyncio.Timeout]:
+        """Bound a request, and say in one way how its call ended."""
+        try:
+            async with asyncio.timeout(timeout_s if timeout_s < _LONGEST_S else _LONGEST_S) as deadline:
+                yield deadline
         except TimeoutError:
             raise CallFailed("DEADLINE_EXCEEDED", f"no answer within {timeout_s:g} s") from None
+        except grpc.aio.AioRpcError as error:
+            raise CallFailed.of(error) from error
+        except asyncio.CancelledError:
+            # A channel that is closed cancels its calls, not those who wait for them.
+            task = asyncio.current_task()
+            if not self._closed or (task is not None and task.cancelling()):
+                raise
+            raise CallFailed("CANCELLED", "the connection was closed on this side") from None
 
     def _living_link(self) -> _Link:
         if self._link is None or self._link.failure is not None:
             self._link = _Link(self._method(metadata=self._metadata))
         return self._link
+
+
+def _left_s(deadline: asyncio.Timeout) -> float:
+    until_s = deadline.when()
+    return _LONGEST_S if until_s is None else max(0.0, until_s - asyncio.get_running_loop().time())
 
 
 class _Link:

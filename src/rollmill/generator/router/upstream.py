@@ -139,7 +139,7 @@ def judge(error: RollmillError, *, status: str) -> Ended:
 
 
 class GrpcUpstream:
-    """A replica over gRPC: one exchange for all requests, and calls of their own for what it does not take.
+    """A replica over gRPC: one exchange for all requests, where it has that.
 
     Args:
         address: `host:port`.
@@ -158,17 +158,15 @@ class GrpcUpstream:
         self._closed = False
         self._calls: dict[str, Any] = {
             name: self._channel.unary_unary(f"/{SERVICE}/{name}")
-            for name in ("Generate", "Abort", "Score", "Status", "LoadWeights")
+            for name in ("Abort", "Score", "Status", "LoadWeights")
         }
-        self._stream = self._channel.unary_stream(f"/{SERVICE}/GenerateStream")
         self._exchange = AskingExchange(self._channel, metadata=self._metadata)
         self._stream_events = LimitSettings().stream_events if stream_events is None else stream_events
 
     async def generate(self, data: bytes, *, timeout_s: float) -> bytes:
         """Return a serialized reply in one piece."""
         with self._errors("Generate"):
-            reply = await self._exchange.reply(data, timeout_s=timeout_s)
-        return await self._call("Generate", data, timeout_s=timeout_s) if reply is None else reply
+            return await self._exchange.reply(data, timeout_s=timeout_s)
 
     async def stream(self, data: bytes, *, timeout_s: float) -> AsyncGenerator[bytes, None]:
         """Yield the serialized events of a request; closing the iterator cancels the request."""
@@ -181,22 +179,9 @@ class GrpcUpstream:
             with self._errors("GenerateStream"):
                 async for event in events:
                     yield event
-                taken = await asking
+                await asking
         finally:
             asking.cancel()
-        if not taken:
-            async with contextlib.aclosing(self._stream_alone(data, timeout_s=timeout_s)) as alone:
-                async for event in alone:
-                    yield event
-
-    async def _stream_alone(self, data: bytes, *, timeout_s: float) -> AsyncGenerator[bytes, None]:
-        call = self._stream(data, timeout=timeout_s, metadata=self._metadata)
-        try:
-            with self._errors("GenerateStream"):
-                async for event in call:
-                    yield event
-        finally:
-            call.cancel()
 
     async def abort(self, request_id: str, *, timeout_s: float) -> bool:
         """Abort a request; return whether it was there."""
@@ -288,7 +273,7 @@ class _Events:
         self._waiting.append(event)
         self._more.set()
 
-    def end(self, asking: asyncio.Task[bool]) -> None:
+    def end(self, asking: asyncio.Task[None]) -> None:
         """Hear that no more come."""
         if not asking.cancelled():
             asking.exception()  # also where nobody is left to whom it matters
