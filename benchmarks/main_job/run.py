@@ -2,6 +2,7 @@
 
     python benchmarks/main_job/run.py                  # 3 seeds and the control; about 40 minutes on two quiet cores
     python benchmarks/main_job/run.py --seeds 0 --no-control
+    python benchmarks/main_job/run.py --no-control --set generator.engine=vllm --out benchmarks/main_job/vllm.json
 
 Prints and writes `result.json` beside this file: machine, settings, one entry per run, and `ratios` (medians, larger is
 better): the lift that the 95 % interval is sure of against the goal of 0.20, and the ten minutes of the goal against
@@ -98,11 +99,12 @@ def describe(summary: dict[str, Any], *, run: Path, seed: int, shuffled: bool, l
     }
 
 
-def result(runs: list[dict[str, Any]], *, started_on: dict[str, Any]) -> dict[str, Any]:
+def result(runs: list[dict[str, Any]], *, started_on: dict[str, Any], overrides: list[str]) -> dict[str, Any]:
     real = [run for run in runs if not run["rewards_shuffled"]]
     return {
         "machine": started_on,
         "settings": CONFIG.read_text(),
+        "overrides": overrides,
         "goals": {"sure_lift": LIFT_GOAL, "wall_s": WALL_GOAL_S},
         "runs": runs,
         "ratios": {
@@ -133,8 +135,9 @@ def main() -> None:
                 flush=True,
             )
             if any(not entry["rewards_shuffled"] for entry in runs):
-                args.out.write_text(json.dumps(result(runs, started_on=started_on), indent=2) + "\n")
-    print(json.dumps(result(runs, started_on=started_on)["ratios"]))
+                found = result(runs, started_on=started_on, overrides=args.overrides)
+                args.out.write_text(json.dumps(found, indent=2) + "\n")
+    print(json.dumps(result(runs, started_on=started_on, overrides=args.overrides)["ratios"]))
 
 
 if __name__ == "__main__":

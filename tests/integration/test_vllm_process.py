@@ -6,6 +6,7 @@ A package called vllm, put on its path, stands for the real one.
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import stat
 import subprocess
@@ -21,6 +22,7 @@ from rollmill.generator.engines.remote.process import ServerProcess
 from rollmill.generator.engines.vllm.plugin import plugin_in, server_folder, socket_in
 from rollmill.generator.engines.vllm.start import MODULE
 from rollmill.generator.engines.vllm.unix_socket import listens
+from rollmill.runtime.parent import adopt_orphans
 
 pytestmark = pytest.mark.integration
 
@@ -32,6 +34,20 @@ if os.fork() == 0:
 import importlib.metadata
 found = importlib.metadata.entry_points(group="vllm.general_plugins")
 open(sys.argv[1], "w").write(" ".join(entry.value for entry in found))
+time.sleep(60)
+"""
+LEAVES_A_WORKER = """
+import os, signal, sys, time
+def told(text):
+    open(sys.argv[1] + ".new", "w").write(text)
+    os.rename(sys.argv[1] + ".new", sys.argv[1])
+if os.fork() == 0:
+    if os.fork() == 0:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        while time.process_time() < 0.5:
+            pass
+        told("ready")
+    time.sleep(60)
 time.sleep(60)
 """
 FAILS = """
@@ -67,6 +83,12 @@ def started(folder: Path, code: str, *, log: Path | None = None) -> tuple[Server
     return process, place
 
 
+def children_s() -> float:
+    """CPU seconds of children that were waited for, and of theirs."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
+
+
 def test_it_finds_the_plugin_and_is_gone_with_its_children_and_its_folder_when_it_is_stopped(tmp_path):
     server, place = started(tmp_path, SLEEPS)
     told = tmp_path / "told"
@@ -80,6 +102,19 @@ def test_it_finds_the_plugin_and_is_gone_with_its_children_and_its_folder_when_i
     psutil.wait_procs([child], timeout=10)
     assert not child.is_running()
     assert not place.exists()
+
+
+def test_the_time_of_workers_that_it_leaves_behind_is_on_the_account_of_who_adopts_them(tmp_path):
+    server, _ = started(tmp_path, LEAVES_A_WORKER)
+    server.wait_until((tmp_path / "told").exists, deadline_s=20, clock=SystemClock())
+    before_s = children_s()
+    adopt_orphans(True)
+    try:
+        server.stop(grace_s=5)
+    finally:
+        adopt_orphans(False)
+    assert children_s() - before_s > 0.5
+    assert [child for child in psutil.Process().children() if os.getpgid(child.pid) == server.pid] == []
 
 
 @pytest.mark.parametrize("of_an_older_run", [False, True])

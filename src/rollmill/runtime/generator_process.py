@@ -19,6 +19,7 @@ from rollmill.errors import RunDirectoryError, WeightError
 from rollmill.runtime.ahead import read_ahead, read_once
 from rollmill.runtime.incarnation import Evaluating, Incarnation, ProcessSeconds, read_record, write_record
 from rollmill.runtime.layout import CONTROLLER, EVALUATOR
+from rollmill.runtime.parent import adopt_orphans
 from rollmill.runtime.process import ProcessContext
 from rollmill.runtime.run_repository import repository_of_run
 from rollmill.runtime.threads import make_torch_deterministic
@@ -46,6 +47,8 @@ def run_generator(context: ProcessContext) -> None:
         DeadlineExceeded: if the trainer publishes no first weights.
     """
     config, clock = context.config, SystemClock()
+    # vLLM ends before its workers do, and their time would be on nobody's account.
+    adopt_orphans(True)
     _import_all(config)
     if config.run.deterministic:
         make_torch_deterministic()

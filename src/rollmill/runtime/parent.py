@@ -26,7 +26,9 @@ def die_with_parent() -> None:
 
 
 def adopt_orphans(yes: bool) -> None:
-    """Have processes that lose their parent fall to this one, if they descend from it."""
+    """Have processes that lose their parent fall to this one, if they descend from it. Without effect but on Linux."""
+    if not sys.platform.startswith("linux"):
+        return
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, int(yes), 0, 0, 0)
 
 

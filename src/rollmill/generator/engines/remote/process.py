@@ -135,12 +135,19 @@ class ServerProcess:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
         self._process.wait()
+        self._wait_for_its_children()
         os.close(self._ends)
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _wait_for_its_children(self) -> None:
-        """Let what watches over its shared memory give that back: killed with the others it would leave it behind."""
+        """Let what watches over its shared memory give that back: killed with the others it would leave it behind.
+
+        What it left behind is reaped where this process adopted it: the time of workers is on this one's account then.
+        """
         for _ in range(_TIDYING_LOOKS):
+            with contextlib.suppress(ChildProcessError):  # nothing was adopted, or all of it is reaped
+                while os.waitpid(-self.pid, os.WNOHANG)[0]:
+                    pass
             try:
                 os.killpg(self.pid, 0)
             except ProcessLookupError:
