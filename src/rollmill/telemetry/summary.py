@@ -12,7 +12,7 @@ from typing import Any
 
 from rollmill.errors import InvariantViolation
 from rollmill.telemetry.advice import advise
-from rollmill.telemetry.bound import bound_sentence
+from rollmill.telemetry.bound import bound_line
 
 SCHEMA_VERSION = 1
 
@@ -161,7 +161,7 @@ def render_summary(summary: Mapping[str, Any]) -> str:
     lines += ["", "where the seconds went"]
     lines += [_seconds_line(owner, causes) for owner, causes in summary["seconds"].items()]
     lines += _restart_lines(summary)
-    lines += ["", bound_sentence(summary["bound_by"])]
+    lines += ["", bound_line(summary["bound_by"], summary.get("bound_seconds", {}))]
     lines += [f"repaired: {repair}" for repair in summary.get("repairs", ())]
     lines += [f"problem: {problem}" for problem in summary["books"]]
     if summary["advice"]:
@@ -218,7 +218,8 @@ def _rollouts_line(rollouts: Mapping[str, Any]) -> str:
 
 def _seconds_line(owner: str, causes: Mapping[str, float]) -> str:
     wall = causes["wall_s"]
-    shares = [(name, value) for name, value in causes.items() if name not in ("sum_s", "wall_s") and value > 0]
+    least = wall / 200  # less would be shown as 0 %
+    shares = [(name, value) for name, value in causes.items() if name not in ("sum_s", "wall_s") and value > least]
     shares.sort(key=lambda item: -item[1])
     shown = ", ".join(f"{name} {value / wall:.0%}" for name, value in shares) if wall > 0 else "nothing"
     return f"  {owner:<12} {wall:8.1f} s: {shown}"

@@ -53,6 +53,27 @@ def sound(**changes) -> dict:
     return build_summary(**{**numbers, **changes})
 
 
+@pytest.mark.parametrize(
+    ("seconds", "line"),
+    [
+        ({}, "The trainer is the bound: it has a batch at hand."),
+        ({"trainer": 9.0}, "The trainer is the bound: it has a batch at hand. That held for 100% of the time."),
+        (
+            {"start": 36.0, "trainer": 150.0, "generator": 13.5, "weights": 0.5},
+            "The trainer is the bound: it has a batch at hand. That held for 75% of the time; start 18%, generator 7%.",
+        ),
+    ],
+)
+def test_the_bound_is_told_with_its_share_of_the_time_and_those_of_others(seconds, line):
+    assert line in render_summary(sound(bound_by="trainer", bound_seconds=seconds)).splitlines()
+
+
+def test_shares_that_would_be_shown_as_nothing_are_left_out_of_the_text():
+    seconds = {"trainer": {"train": 199.5, "teardown": 0.5}}
+    text = render_summary(sound(seconds=seconds, seconds_wall_s={"trainer": 200.0}))
+    assert "  trainer         200.0 s: train 100%" in text.splitlines()
+
+
 def test_the_document_has_the_stable_interface():
     summary = sound()
     assert {"eval", "wall_s", "cpu_s", "steps", "rollouts", "seconds", "staleness"} <= set(summary)
