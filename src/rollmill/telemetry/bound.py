@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from rollmill.telemetry.shares import shares
+
 SENTENCES = {
     "trainer": "The trainer is the bound: it has a batch at hand.",
     "generator": "The generator is the bound: the trainer waits for rollouts that run.",
@@ -33,7 +35,6 @@ def bound_line(bound_by: str, seconds: Mapping[str, float]) -> str:
     sentence, total = bound_sentence(bound_by), sum(seconds.values())
     if total <= 0:
         return sentence
-    others = sorted((name for name in seconds if name != bound_by), key=lambda name: -seconds[name])
-    shown = [f"{name} {seconds[name] / total:.0%}" for name in others if seconds[name] >= total / 100]
-    rest = f"; {', '.join(shown)}" if shown else ""
-    return f"{sentence} That held for {seconds.get(bound_by, 0.0) / total:.0%} of the time{rest}."
+    others = shares({name: value for name, value in seconds.items() if name != bound_by}, total_s=total)
+    held = f"{seconds.get(bound_by, 0.0) / total:.0%} of the time"
+    return f"{sentence} That held for {held}{'; ' if others else ''}{others}."

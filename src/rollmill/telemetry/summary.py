@@ -13,6 +13,7 @@ from typing import Any
 from rollmill.errors import InvariantViolation
 from rollmill.telemetry.advice import advise
 from rollmill.telemetry.bound import bound_line
+from rollmill.telemetry.shares import shares
 
 SCHEMA_VERSION = 1
 
@@ -218,11 +219,8 @@ def _rollouts_line(rollouts: Mapping[str, Any]) -> str:
 
 def _seconds_line(owner: str, causes: Mapping[str, float]) -> str:
     wall = causes["wall_s"]
-    least = wall / 200  # less would be shown as 0 %
-    shares = [(name, value) for name, value in causes.items() if name not in ("sum_s", "wall_s") and value > least]
-    shares.sort(key=lambda item: -item[1])
-    shown = ", ".join(f"{name} {value / wall:.0%}" for name, value in shares) if wall > 0 else "nothing"
-    return f"  {owner:<12} {wall:8.1f} s: {shown}"
+    seconds = {name: value for name, value in causes.items() if name not in ("sum_s", "wall_s")}
+    return f"  {owner:<12} {wall:8.1f} s: {shares(seconds, total_s=wall) if wall > 0 else 'nothing'}"
 
 
 def _restart_lines(summary: Mapping[str, Any]) -> list[str]:

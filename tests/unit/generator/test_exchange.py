@@ -136,6 +136,7 @@ def test_a_request_that_fits_into_no_frame_has_a_call_of_its_own():
         assert await pair.reply("large", padding=FRAME_BYTES) == b"reply to large"
         assert await pair.events("larger", padding=FRAME_BYTES, events=2) == [b"larger 0", b"larger 1"]
         assert await pair.reply("small") == b"reply to small"
+        assert pair.answering.began == ["large", "larger", "small"]
         assert (len(pair.wire.alone), pair.asking.alone, sum(pair.wire.asked)) == (2, 2, 1)
         narrow = Pair(clock, max_body_bytes=1024)
         assert await narrow.reply("large", padding=1000) == b"reply to large"
@@ -157,9 +158,12 @@ def test_a_service_without_exchanges_is_asked_for_one_again_after_a_while():
             assert await pair.reply(name, seconds=10.0) == f"reply to {name}".encode()
         assert (pair.wire.opened, pair.asking.alone) == (1, 2)
         pair.wire.none_there = False
-        await asyncio.sleep(60.0)
+        await asyncio.sleep(39.0)
         assert await pair.reply("c") == b"reply to c"
-        assert (pair.wire.opened, pair.asking.alone) == (2, 2)
+        assert (pair.wire.opened, pair.asking.alone) == (1, 3)
+        await asyncio.sleep(1.0)
+        assert await pair.reply("d") == b"reply to d"
+        assert (pair.wire.opened, pair.asking.alone) == (2, 3)
         await pair.asking.close()
 
     run(test)

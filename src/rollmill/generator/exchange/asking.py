@@ -24,8 +24,8 @@ from rollmill.errors import SlowReader
 from rollmill.generator.exchange.frames import FRAME_BYTES_KEY, ITEM_BYTES, FrameWriter
 from rollmill.generator.proto import policy_inference_pb2 as pb
 
-_SERVICE = pb.DESCRIPTOR.services_by_name["PolicyInference"].full_name
-METHOD = f"/{_SERVICE}/Exchange"
+SERVICE = pb.DESCRIPTOR.services_by_name["PolicyInference"].full_name
+METHOD = f"/{SERVICE}/Exchange"
 _STALL_S = 60.0
 _LOOK_AGAIN_S = 60.0
 _LONGEST_S = 7 * 24 * 3600.0
@@ -70,11 +70,10 @@ class AskingExchange:
 
     def __init__(self, channel: grpc.aio.Channel, *, metadata: Any = None) -> None:
         self._method = channel.stream_stream(METHOD)
-        self._generate = channel.unary_unary(f"/{_SERVICE}/Generate")
-        self._stream = channel.unary_stream(f"/{_SERVICE}/GenerateStream")
+        self._generate = channel.unary_unary(f"/{SERVICE}/Generate")
+        self._stream = channel.unary_stream(f"/{SERVICE}/GenerateStream")
         self._metadata = metadata
         self._link: _Link | None = None
-        self._none_until_s = -math.inf
         self._closed = False
         self.alone = 0
 
@@ -87,11 +86,11 @@ class AskingExchange:
         Cancellation:
             cancels the request there.
         """
-        async with self._deadline(timeout_s) as deadline:
+        async with self._until(timeout_s) as until_s:
             reply = await self._asked(data, hear=None)
             if reply is None:
                 self.alone += 1
-                reply = await self._generate(data, timeout=_left_s(deadline), metadata=self._metadata)
+                reply = await self._generate(data, timeout=_left_s(until_s), metadata=self._metadata)
             return reply
 
     async def events(self, data: bytes, *, hear: Hear, timeout_s: float) -> None:
@@ -103,9 +102,9 @@ class AskingExchange:
         Cancellation:
             cancels the request there.
         """
-        async with self._deadline(timeout_s) as deadline:
+        async with self._until(timeout_s) as until_s:
             if await self._asked(data, hear=hear) is None:
-                await self._stream_alone(data, hear=hear, timeout_s=_left_s(deadline))
+                await self._stream_alone(data, hear=hear, timeout_s=_left_s(until_s))
 
     async def close(self) -> None:
         """Cancel the requests of the exchange; they end with `CANCELLED`, as others do when the channel closes."""
@@ -114,15 +113,8 @@ class AskingExchange:
             await self._link.close()
 
     async def _asked(self, data: bytes, *, hear: Hear | None) -> bytes | None:
-        """Return as `_Link.ask`; `None` also if the service has no exchange."""
-        now_s = asyncio.get_running_loop().time()
-        if now_s < self._none_until_s:
-            return None
-        link = self._living_link()
+        link = self._link_at(asyncio.get_running_loop().time())
         await link.opened.wait()
-        if link.failure is not None and link.failure.status == grpc.StatusCode.UNIMPLEMENTED.name:
-            self._none_until_s = now_s + _LOOK_AGAIN_S
-            return None
         return await link.ask(data, hear=hear)
 
     async def _stream_alone(self, data: bytes, *, hear: Hear, timeout_s: float) -> None:
@@ -135,11 +127,12 @@ class AskingExchange:
             call.cancel()
 
     @contextlib.asynccontextmanager
-    async def _deadline(self, timeout_s: float) -> AsyncIterator[asyncio.Timeout]:
-        """Bound a request, and say in one way how its call ended."""
+    async def _until(self, timeout_s: float) -> AsyncIterator[float]:
+        """Bound a request, give the time of the loop at which it ends, and say in one way how its call ended."""
+        until_s = asyncio.get_running_loop().time() + (timeout_s if timeout_s < _LONGEST_S else _LONGEST_S)
         try:
-            async with asyncio.timeout(timeout_s if timeout_s < _LONGEST_S else _LONGEST_S) as deadline:
-                yield deadline
+            async with asyncio.timeout_at(until_s):
+                yield until_s
         except TimeoutError:
             raise CallFailed("DEADLINE_EXCEEDED", f"no answer within {timeout_s:g} s") from None
         except grpc.aio.AioRpcError as error:
@@ -151,15 +144,15 @@ class AskingExchange:
                 raise
             raise CallFailed("CANCELLED", "the connection was closed on this side") from None
 
-    def _living_link(self) -> _Link:
-        if self._link is None or self._link.failure is not None:
+    def _link_at(self, now_s: float) -> _Link:
+        """Return the exchange, a new one if it has ended; one that is not there is asked for again after a while."""
+        if self._link is None or now_s >= self._link.replaced_from_s:
             self._link = _Link(self._method(metadata=self._metadata))
         return self._link
 
 
-def _left_s(deadline: asyncio.Timeout) -> float:
-    until_s = deadline.when()
-    return _LONGEST_S if until_s is None else max(0.0, until_s - asyncio.get_running_loop().time())
+def _left_s(until_s: float) -> float:
+    return max(0.0, until_s - asyncio.get_running_loop().time())
 
 
 class _Link:
@@ -168,11 +161,13 @@ class _Link:
     Attributes:
         failure: what it ended with.
         opened: set once frames can be sent, or it has failed.
+        replaced_from_s: time of the loop from which another one is worth opening.
     """
 
     def __init__(self, call: Any) -> None:
         self.failure: CallFailed | None = None
         self.opened = asyncio.Event()
+        self.replaced_from_s = math.inf
         self._call = call
         self._writer = FrameWriter[pb.Ask](self._write, stall_s=_STALL_S, frame_bytes=0)
         self._number = 0
@@ -180,7 +175,9 @@ class _Link:
         self._running = asyncio.get_running_loop().create_task(self._run(), name="exchange")
 
     async def ask(self, data: bytes, *, hear: Hear | None) -> bytes | None:
-        """Return the reply, or nothing after the events of a stream; `None` if the request fits into no frame."""
+        """Return the reply, or nothing after the events of a stream; `None` if the request needs a call of its own."""
+        if self._none_there():
+            return None
         if self.failure is not None:
             raise self.failure.again()
         if len(data) + ITEM_BYTES > self._writer.frame_bytes:
@@ -210,11 +207,17 @@ class _Link:
         finally:
             self._call.cancel()
             self.failure = failure
+            ended_s = asyncio.get_running_loop().time()
+            self.replaced_from_s = ended_s + (_LOOK_AGAIN_S if self._none_there() else 0.0)
             self.opened.set()
             for answered, _ in self._pending.values():
                 if not answered.done():
                     answered.set_exception(failure.again())
             self._pending.clear()
+
+    def _none_there(self) -> bool:
+        """Return whether the service has no exchange."""
+        return self.failure is not None and self.failure.status == grpc.StatusCode.UNIMPLEMENTED.name
 
     async def _until_over(self) -> CallFailed:
         """Return what the call ended with."""

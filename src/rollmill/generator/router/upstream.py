@@ -25,7 +25,7 @@ from rollmill.errors import (
     SlowReader,
     Unauthenticated,
 )
-from rollmill.generator.exchange.asking import AskingExchange, CallFailed
+from rollmill.generator.exchange.asking import SERVICE, AskingExchange, CallFailed
 from rollmill.generator.proto import policy_inference_pb2 as pb
 from rollmill.generator.router.records import Ended
 from rollmill.generator.security import TlsFiles, bearer
@@ -33,7 +33,6 @@ from rollmill.generator.statuses import error_from_status, wire_status
 
 M = TypeVar("M", bound=Message)
 
-SERVICE = pb.DESCRIPTOR.services_by_name["PolicyInference"].full_name
 _OPTIONS = (
     ("grpc.max_send_message_length", -1),
     ("grpc.max_receive_message_length", -1),

@@ -119,7 +119,7 @@ class ServerProcess:
         return f"the {self._product} server (pid {self.pid}) {how}; first error in {self.log}: {error}"
 
     def stop(self, *, grace_s: float) -> None:
-        """End it and its children: politely, then not. Blocks for `grace_s` at most; idempotent."""
+        """End it and its children: politely, then not. Blocks for `grace_s` and two seconds at most; idempotent."""
         if self._stopped:
             return
         self._stopped = True
